@@ -14,6 +14,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::heap":
         blocks_of_jemalloc_are_found [Once],
         blocks_of_jemalloc_under_other_names_are_found [Once],
+        blocks_of_two_jemallocs_are_found [Once],
         free_memory_of_jemalloc_is_as_it_says_itself [Once],
         a_heap_of_jemalloc_in_use_has_a_verdict [Once],
     }
@@ -61,6 +62,28 @@ fn blocks_of_jemalloc_under_other_names_are_found() -> Result<()> {
     ensure!(head["coverage"] == "complete", "{head}");
     ensure!(head["allocators"][0]["name"] == "jemalloc (5.3)", "{head}");
     ensure!(head["blocks"] == 7 * 1009, "{head}");
+    Ok(())
+}
+
+/// One jemalloc is linked statically, and another one is the process's malloc.
+fn blocks_of_two_jemallocs_are_found() -> Result<()> {
+    let mut command = Command::new(harness::workload("second-je"));
+    let workload = Workload::spawn(command.env("LD_PRELOAD", JEMALLOC))?;
+    let rows = look(&workload.pid(), &["-T", "1000"])?;
+    let head = rows.first().context("no report")?;
+    ensure!(head["coverage"] == "complete", "{head}");
+    let allocators = head["allocators"].as_array().context("no allocators")?;
+    let names = allocators.iter().map(|allocator| &allocator["name"]);
+    let of_jemalloc = names.filter(|name| **name == "jemalloc (5.3)");
+    ensure!(of_jemalloc.count() == 2, "{head}");
+    let sizes = &head["jemalloc"]["size_classes"];
+    let sizes = sizes.as_array().context("no sizes")?;
+    // Each block of je_malloc holds one of malloc, and malloc has others.
+    for (block_bytes, least) in [(3072, 1010 + 103), (1792, 1010 + 101 + 103)] {
+        let of_size = |class: &&Value| class["block_bytes"] == block_bytes;
+        let class = sizes.iter().find(of_size).context("no such size")?;
+        ensure!(number(&class["in_use"]["count"])? >= least, "{class}");
+    }
     Ok(())
 }
 

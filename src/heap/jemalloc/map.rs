@@ -1,12 +1,13 @@
 //! jemalloc's map from pages to extents: a table of leaves, each with an element for every page of 1 GB.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
 use crate::heap::image::Image;
 use crate::heap::page_table::PAGE;
 
-use super::{Broken, Fuel, SIZES};
+use super::{Broken, Fuel, MOST_TRIES, SIZES};
 
 /// Size of a leaf, and of the part of the table that is for user programs, in bytes.
 pub(super) const LEAF: u64 = 8 << 18;
@@ -123,8 +124,8 @@ fn is_element(word: u64) -> bool {
 }
 
 impl Map {
-    /// Finds the map whose table is in these data, at the address on which most leaves agree.
-    pub(super) fn find(image: &Image, data: &Range<u64>, fuel: &mut Fuel) -> Option<Self> {
+    /// Finds the maps whose tables may be in these data. The one on whose table's address most leaves agree is first.
+    pub(super) fn all(image: &Image, data: &Range<u64>, fuel: &mut Fuel) -> Vec<Self> {
         let mut votes: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
         let mut looked_at = HashSet::new();
         for (at, leaf) in image.words(data.clone()) {
@@ -139,13 +140,20 @@ impl Map {
                 votes.entry(table).or_default().push(leaf);
             }
         }
-        let (table, _) = votes.into_iter().max_by_key(|(_, leaves)| leaves.len())?;
-        let leaves: Vec<_> = image
+        let mut tables: Vec<_> = votes.into_iter().rev().collect();
+        tables.sort_by_key(|(_, leaves)| Reverse(leaves.len()));
+        let tables = tables.into_iter().take(MOST_TRIES);
+        tables.map(|(table, _)| Self::at(image, table)).collect()
+    }
+
+    /// Makes the map with this table.
+    fn at(image: &Image, table: u64) -> Self {
+        let leaves = image
             .words(table..table + TABLE)
             .map(|(_, leaf)| leaf)
             .filter(|&leaf| may_be_leaf(image, leaf))
             .collect();
-        Some(Self { table, leaves })
+        Self { table, leaves }
     }
 
     /// Returns all extents, by the addresses of their descriptions.

@@ -18,7 +18,7 @@ pub mod usage;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
 
 use crate::heap::area::Area;
@@ -39,6 +39,8 @@ const MOST_OF_SLAB: u64 = 512;
 /// Size of the pieces in which the allocator takes memory for itself, in bytes.
 const OWN: u64 = 2 << 20;
 
+/// Largest number of page maps that are tried. Few processes have more than one jemalloc.
+const MOST_TRIES: usize = 64;
 /// Largest number of inconsistencies that are kept.
 const MOST_BROKEN: usize = 16;
 
@@ -100,9 +102,9 @@ impl Regions {
     }
 }
 
-/// Result of the walk of a jemalloc heap, besides its blocks in use.
+/// Extents, blocks and arenas of one jemalloc.
 #[derive(Debug)]
-pub struct Walk {
+struct Part {
     /// Extents, by the addresses of their descriptions.
     extents: BTreeMap<u64, Extent>,
     regions: Regions,
@@ -110,25 +112,65 @@ pub struct Walk {
     arenas: BTreeMap<u32, u64>,
 }
 
+/// Result of the walk of the jemalloc heaps of a process, besides their blocks in use.
+#[derive(Debug)]
+pub struct Walk {
+    /// Each jemalloc of the process: a program can be linked with one, and load another one.
+    parts: Vec<Part>,
+}
+
 impl Walk {
-    /// Returns the use of the heap's memory. `image` is the image that was walked.
+    /// Returns the use of the heaps' memory. `image` is the image that was walked.
     pub fn usage(&self, image: &Image) -> HeapUsage {
-        let mut in_order: Vec<_> = self.extents.values().collect();
-        in_order.sort_unstable_by_key(|extent| extent.first);
-        HeapUsage::of(image, &in_order, &self.regions.0, &self.arenas)
+        let mut usage = HeapUsage::default();
+        for (number, part) in self.parts.iter().enumerate() {
+            let mut in_order: Vec<_> = part.extents.values().collect();
+            in_order.sort_unstable_by_key(|extent| extent.first);
+            usage.add(image, number, &in_order, &part.regions.0, &part.arenas);
+        }
+        usage
     }
 }
 
-/// Walks the jemalloc heap of a process. Returns None if the process has none.
+/// Walks the jemalloc heaps of a process. Returns None if the process has none.
 pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
-    let modules = Area::data_of_files(&image.areas);
-    let mut fuel = Fuel::of(image);
-    let found = modules
-        .iter()
-        .find_map(|(file, data)| Some((file, Map::find(image, data, &mut fuel)?, data)));
-    let (file, map, data) = found?;
+    let (mut searching, mut walking) = (Fuel::of(image), Fuel::of(image));
+    let (mut heap, mut parts): (Option<Heap>, Vec<Part>) = (None, Vec::new());
+    let mut known = HashSet::new();
+    let files = Area::data_of_files(&image.areas).into_iter();
+    let maps = files.flat_map(|(file, data)| {
+        let maps = Map::all(image, &data, &mut searching).into_iter();
+        maps.map(move |map| (file, data.clone(), map))
+    });
+    for (file, data, map) in maps.take(MOST_TRIES) {
+        // A word outside of the table that refers to a leaf looks like a part of another table.
+        if map.leaves.iter().any(|leaf| known.contains(leaf)) {
+            continue;
+        }
+        let Some((found, part)) = walk_map(image, file, &data, &map, &mut walking) else {
+            continue;
+        };
+        known.extend(map.leaves);
+        parts.push(part);
+        heap = Some(match heap {
+            Some(heap) => heap.joined(found),
+            None => found,
+        });
+    }
+    Some((heap?, Walk { parts }))
+}
+
+/// Walks the heap with this page map, which the file's data lead to. Returns None if there are no arenas: the heap is
+/// not jemalloc's, or of another version.
+fn walk_map(
+    image: &Image,
+    file: &[u8],
+    data: &Range<u64>,
+    map: &Map,
+    fuel: &mut Fuel,
+) -> Option<(Heap, Part)> {
     let mut broken: Vec<Broken> = Vec::new();
-    let extents = map.extents(image, &mut fuel, &mut broken);
+    let extents = map.extents(image, fuel, &mut broken);
     let (mut regions, mut miscounted) = (Regions::default(), Vec::new());
     let most = image.copied_bytes() / 8 + (1 << 20);
     for extent in extents.values().filter(|extent| extent.is_active()) {
@@ -147,7 +189,7 @@ pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
     regions
         .0
         .sort_unstable_by_key(|region| region.block.address);
-    let arenas = arenas::Arenas::find(image, data, &extents, &mut fuel)?;
+    let arenas = arenas::Arenas::find(image, data, &extents, fuel)?;
     let mut addresses = BTreeMap::new();
     let mut own: BTreeSet<_> = extents.keys().map(|edata| edata & !(OWN - 1)).collect();
     match arenas {
@@ -163,7 +205,7 @@ pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
             let locks = own.iter().map(|&window| window..window + OWN);
             let locks = locks.chain([data.clone()]).collect();
             let inside = Inside::of(image, file, locks);
-            if let Err(why) = caches::mark(image, &arenas, &inside, &mut regions, &mut fuel) {
+            if let Err(why) = caches::mark(image, &arenas, &inside, &mut regions, fuel) {
                 broken.push(why);
             }
             addresses = arenas.each().collect();
@@ -181,12 +223,12 @@ pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
         name: "jemalloc (5.3)".into(),
         file: file.to_vec(),
     }];
-    let walk = Walk {
+    let part = Part {
         extents,
         regions,
         arenas: addresses,
     };
-    Some((heap, walk))
+    Some((heap, part))
 }
 
 /// Returns the blocks of an extent, free ones included, and whether as many are free as the extent has counted.

@@ -116,9 +116,60 @@ fn a_whole_heap_has_its_blocks_and_what_is_free() {
     let bytes = [all.active, all.dirty, all.muzzy, all.retained].map(|sum| sum.bytes / PAGE);
     assert_eq!(bytes, [9, 11, 0, 0]);
     assert_eq!(all.allocated(), 60 * 64 + (28 << 10));
-    assert_eq!(usage.arenas[&0].address, ARENA);
+    assert_eq!(usage.arenas[&(0, 0)].address, ARENA);
     let class = usage.classes[&64];
     assert_eq!((class.in_use.count, class.free.count), (58, 6));
+}
+
+/// Distance between two heaps: 64 elements of the page map's table.
+const APART: u64 = 64 << 30;
+
+/// Makes two heaps: the heap, and a copy of it whose file has its data `data_by` further on.
+fn two_heaps(data_by: u64, second_file: &str) -> Made {
+    let mut made = heap();
+    let moved = |address: u64| match address {
+        DATA..0x7f00_0040_0000 => address + data_by,
+        MEMORY..DATA => address + APART,
+        other => other,
+    };
+    for (page, bytes) in made.pages.clone() {
+        let (words, _) = bytes.as_chunks::<8>();
+        for (at, &word) in (page..).step_by(8).zip(words) {
+            made.put(moved(at), moved(u64::from_le_bytes(word)));
+        }
+    }
+    let data = DATA + data_by;
+    made.map(
+        data..data + 0x40_0000,
+        &format!("rw-p 00000000 fe:00 8 {second_file}"),
+    );
+    for start in [OWN_MEMORY, LEAF, MEMORY] {
+        let start = start + APART;
+        made.map(start..start + 0x20_0000, "rw-p 00000000 00:00 0 ");
+    }
+    made
+}
+
+#[test]
+fn each_jemalloc_of_a_process_is_walked() {
+    // In two files, and in the data of one.
+    for (data_by, second) in [(APART, "/bin/server"), (0x40_0000, "/lib/libjemalloc.so.2")] {
+        let mut made = two_heaps(data_by, second);
+        let image = made.image();
+        let (heap, found) = walk(&image).expect("heaps");
+        assert_eq!(heap.coverage, Coverage::Complete);
+        assert_eq!((heap.blocks().len(), heap.regions.len()), (2 * 58, 2));
+        let files = heap.allocators.iter().map(|one| one.file.as_slice());
+        let expected = [&b"/lib/libjemalloc.so.2"[..], second.as_bytes()];
+        assert_eq!(files.collect::<Vec<_>>(), expected);
+        let usage = found.usage(&image);
+        assert_eq!((usage.all.in_use.count, usage.arenas.len()), (2 * 58, 2));
+        assert_ne!(usage.arenas[&(0, 0)].address, usage.arenas[&(1, 0)].address);
+        // The second heap's arena has counted other pages.
+        made.put(ARENA + APART + 0x1008, 20);
+        let (heap, _) = walk(&made.image()).expect("heaps");
+        assert!(matches!(heap.coverage, Coverage::Incomplete { .. }));
+    }
 }
 
 /// Makes the heap with the thread whose caches these are, and with its stack in the data. A thread that is inside of

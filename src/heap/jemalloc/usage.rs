@@ -82,37 +82,39 @@ pub struct Class {
     pub free: Sum,
 }
 
-/// Use of a heap's memory.
+/// Use of the memory of all jemalloc heaps of a process.
 #[derive(Debug, Default)]
 pub struct HeapUsage {
     /// All arenas together.
     pub all: Usage,
-    /// Each arena that has extents, by its number.
-    pub arenas: BTreeMap<u32, Usage>,
+    /// Each arena that has extents, by the index of its heap and its number there.
+    pub arenas: BTreeMap<(usize, u32), Usage>,
     /// Size classes, by the size of their blocks.
     pub classes: BTreeMap<u64, Class>,
 }
 
 impl HeapUsage {
-    /// Adds up extents and the blocks in them, both in order of address. `addresses` holds those of the arenas, by
-    /// number.
-    pub(super) fn of(
+    /// Adds the extents of the heap with this index and the blocks in them, both in order of address. `addresses`
+    /// holds those of the heap's arenas, by number.
+    pub(super) fn add(
+        &mut self,
         image: &Image,
+        heap: usize,
         extents: &[&Extent],
         regions: &[Region],
         addresses: &BTreeMap<u32, u64>,
-    ) -> Self {
-        let mut usage = Self::default();
+    ) {
         let mut regions = regions.iter().peekable();
         for extent in extents {
             let range = extent.range();
             let bytes = range.end - range.start;
             let resident = image.present(range.clone());
-            let arena = usage.arenas.entry(extent.arena).or_insert_with(|| Usage {
+            let arena = self.arenas.entry((heap, extent.arena));
+            let arena = arena.or_insert_with(|| Usage {
                 address: addresses.get(&extent.arena).copied().unwrap_or(0),
                 ..Usage::default()
             });
-            for all in [&mut *arena, &mut usage.all] {
+            for all in [&mut *arena, &mut self.all] {
                 if let Some(sum) = all.of_state(extent.state()) {
                     sum.add(bytes, resident);
                 }
@@ -120,10 +122,10 @@ impl HeapUsage {
             while let Some(region) = regions.next_if(|region| region.block.address < range.end) {
                 let block = region.block;
                 let resident = image.present(block.range());
-                for all in [&mut *arena, &mut usage.all] {
+                for all in [&mut *arena, &mut self.all] {
                     all.of_owner(region.owner).add(block.size, resident);
                 }
-                let class = usage.classes.entry(block.size).or_default();
+                let class = self.classes.entry(block.size).or_default();
                 match region.owner {
                     Owner::Program => class.in_use.add(block.size, resident),
                     Owner::Cached | Owner::Free => class.free.add(block.size, resident),
@@ -131,6 +133,5 @@ impl HeapUsage {
                 }
             }
         }
-        usage
     }
 }

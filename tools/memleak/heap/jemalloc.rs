@@ -66,9 +66,9 @@ struct ClassRow {
 }
 
 impl Jemalloc {
-    /// Makes the sums of a heap with `heap_resident` resident bytes, and its `top` largest arenas and sizes.
+    /// Makes the sums of heaps with `heap_resident` resident bytes, and their `top` largest arenas and sizes.
     pub(super) fn of(usage: &HeapUsage, heap_resident: u64, top: usize) -> Self {
-        let arena = |(&number, usage): (&u32, &Usage)| ArenaRow {
+        let arena = |(&(_, number), usage): (&(usize, u32), &Usage)| ArenaRow {
             number,
             address: format!("{:#x}", usage.address),
             active_bytes: usage.active.bytes,
