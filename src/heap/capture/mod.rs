@@ -388,10 +388,14 @@ fn due(pid: u32, pages: &Pages, room: &Room, found: &Found) -> Result<PageRuns> 
     listed(pid, room.due(pages, found))
 }
 
-/// Explains an error of reading a process's page table.
+/// Explains an error of reading a process's page table. Of an address space that is gone, PAGEMAP_SCAN fails, and
+/// pagemap has nothing to read.
 fn listed<T>(pid: u32, read: io::Result<T>) -> Result<T> {
+    let is_gone = |error: &io::Error| {
+        error.raw_os_error() == Some(libc::ESRCH) || error.kind() == io::ErrorKind::UnexpectedEof
+    };
     match read {
-        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Err(without_memory(pid)),
+        Err(error) if is_gone(&error) => Err(without_memory(pid)),
         read => read.with_context(|| format!("failed to list the pages of process {pid}")),
     }
 }
@@ -454,6 +458,21 @@ mod tests {
         assert!(expect_room_to_judge(7, 1).is_ok());
         let refused = expect_room_to_judge(7, usize::MAX / 128).expect_err("too much");
         assert!(refused.to_string().contains("blocks of process 7"));
+    }
+
+    #[test]
+    fn a_page_table_that_is_gone_is_explained() {
+        let gone = [
+            io::Error::from_raw_os_error(libc::ESRCH),
+            io::ErrorKind::UnexpectedEof.into(),
+        ];
+        for error in gone {
+            let explained = listed::<()>(7, Err(error)).expect_err("an error");
+            assert!(explained.to_string().contains("has exited or executed"));
+        }
+        let other = listed::<()>(7, Err(io::Error::from_raw_os_error(libc::EIO)));
+        let other = other.expect_err("an error").to_string();
+        assert_eq!(other, "failed to list the pages of process 7");
     }
 
     #[test]

@@ -74,7 +74,7 @@ impl Pages {
     /// written since the soft-dirty marks were cleared (`soft_dirty`).
     ///
     /// # Errors
-    /// If the process has exited.
+    /// If the process has exited or executed another program.
     pub(super) fn find(&mut self, areas: &[Area], marks: bool) -> io::Result<Found> {
         let mut found = Found::default();
         for area in areas {
@@ -155,7 +155,8 @@ impl Pages {
             let read = self.pagemap.read_at(&mut entries[..want], 8 * page)?;
             let (entries, _) = entries[..read].as_chunks::<8>();
             if entries.is_empty() {
-                break;
+                // The address space is gone, which PAGEMAP_SCAN reports by ESRCH.
+                return Err(io::ErrorKind::UnexpectedEof.into());
             }
             for entry in entries {
                 let entry = u64::from_le_bytes(*entry);
@@ -306,6 +307,8 @@ fn scan(
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use memmap2::MmapMut;
 
     use super::*;
@@ -334,6 +337,20 @@ mod tests {
         match scan(&pages.pagemap, range, Wanted::Present, false, add) {
             Ok(()) => assert_eq!(scanned, expected),
             Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOTTY)),
+        }
+    }
+
+    #[test]
+    fn an_address_space_that_is_gone_has_no_pages() {
+        let mut child = Command::new("sleep").arg("60").spawn().expect("a process");
+        let opened = Pages::open(child.id());
+        child.kill().expect("our child");
+        child.wait().expect("our child");
+        let areas = Area::parse_list(b"1000-3000 rw-p 00000000 00:00 0 ");
+        let mut pages = opened.expect("readable");
+        for scans in [true, false] {
+            pages.scans = scans;
+            assert!(pages.find(&areas, false).is_err(), "{scans}");
         }
     }
 
