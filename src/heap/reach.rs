@@ -10,6 +10,8 @@ mod disguised;
 mod lost;
 mod python;
 
+use anyhow::{Result, ensure};
+
 use crate::heap::blocks::Heap;
 use crate::heap::image::Image;
 use crate::heap::names::PythonObject;
@@ -21,6 +23,8 @@ use python::Objects;
 const MIDDLE: u32 = 1 << 31;
 /// Bit that marks a root in `Reach::from`. The other bits are the root's number.
 const IS_ROOT: u32 = 1 << 31;
+/// Largest number of blocks. A block's number has a flag beside it in 32 bits, and is never that of `NOTHING`.
+const MOST_BLOCKS: usize = (MIDDLE - 1) as usize;
 /// Value in `Reach::from` of a block that was reached from nothing.
 const NOTHING: u32 = u32::MAX;
 /// Largest difference between an allocator's size of a block and the size that was asked for, in bytes. Headers of 16
@@ -85,14 +89,16 @@ impl Reach {
     /// Finds the class of each block. This takes 4 bytes for each reference and 23 for each block. `python` are the
     /// objects of CPython ([`Names::python`](crate::heap::names::Names::python)), if there are any.
     ///
-    /// Blocks beyond the first 2^31 - 1 are left out, which is 64 GB of the smallest blocks.
-    pub fn new(image: &Image, heap: &Heap, python: &[PythonObject]) -> Self {
-        let count = heap.blocks().len().min((MIDDLE - 1) as usize);
+    /// # Errors
+    /// If there are more than 2^31 - 1 blocks, which is 64 GB of the smallest ones. Without all blocks, those that
+    /// only the others refer to would be called lost.
+    pub fn new(image: &Image, heap: &Heap, python: &[PythonObject]) -> Result<Self> {
+        let count = heap.blocks().len();
+        expect_numbers(count)?;
         let objects = Objects::new(count, python);
         let words = Words {
             image,
             heap,
-            count,
             objects: &objects,
         };
         let mut found = words.roots();
@@ -110,7 +116,7 @@ impl Reach {
         reach.flood(&found, Class::Interior);
         reach.flood_disguised(image, heap);
         reach.gather_lost(image, heap, python);
-        reach
+        Ok(reach)
     }
 
     /// Returns the class of a block: whether it can be reached.
@@ -241,12 +247,19 @@ impl Reach {
     }
 }
 
+/// Fails if there are more blocks than numbers for them.
+fn expect_numbers(blocks: usize) -> Result<()> {
+    ensure!(
+        blocks <= MOST_BLOCKS,
+        "the process has {blocks} blocks, and no more than {MOST_BLOCKS} can be judged; --heap and --types judge none"
+    );
+    Ok(())
+}
+
 /// Interpreter of the words of an image as references.
 struct Words<'a> {
     image: &'a Image,
     heap: &'a Heap,
-    /// Number of blocks that are considered.
-    count: usize,
     objects: &'a Objects,
 }
 
@@ -255,7 +268,7 @@ impl Words<'_> {
     #[inline]
     fn reference(&self, word: u64) -> Option<u32> {
         let (block, offset) = self.heap.block_at(word)?;
-        if block >= self.count || self.objects.is_link(block, offset) {
+        if self.objects.is_link(block, offset) {
             return None;
         }
         let is_start = offset == 0
@@ -267,9 +280,9 @@ impl Words<'_> {
     /// Returns the references of all blocks. Blocks are in order, and so are their references, without sorting.
     fn references(&self) -> References {
         let mut references = References::default();
-        references.begin.reserve_exact(self.count + 1);
+        references.begin.reserve_exact(self.heap.blocks().len() + 1);
         references.begin.push(0);
-        for (number, block) in (0..self.count as u32).zip(self.heap.blocks()) {
+        for (number, block) in (0..).zip(self.heap.blocks()) {
             let begin = references.to.len();
             for (_, word) in self.image.words(block.range()) {
                 let Some(to) = self.reference(word) else {
@@ -291,7 +304,7 @@ impl Words<'_> {
     fn roots(&self) -> Vec<(Root, u32)> {
         let image = self.image;
         let mut found = Vec::new();
-        let mut known = vec![[false; 2]; self.count];
+        let mut known = vec![[false; 2]; self.heap.blocks().len()];
         let mut look = |root: Root, word: u64| {
             let Some(to) = self.reference(word) else {
                 return;

@@ -220,7 +220,7 @@ impl<'a> Study<'a> {
         let Some(look) = self.look()? else {
             return Ok(());
         };
-        let reach = look.reach();
+        let reach = look.reach()?;
         let groups: HashSet<u32> = self.growing().into_iter().take(top).collect();
         self.found.holders = look.holders(&reach, self.follower.blocks(), &groups);
         let lost = look::lost(&look, &reach)?;
@@ -240,7 +240,7 @@ impl<'a> Study<'a> {
             return Ok(None);
         };
         self.pauses_us.push(again.image.paused.as_micros() as u64);
-        let still = look::lost(&again, &again.reach())?;
+        let still = look::lost(&again, &again.reach()?)?;
         Ok(still.map(|still| lost & &still))
     }
 

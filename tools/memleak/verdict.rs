@@ -177,7 +177,7 @@ impl<'a> Case<'a> {
         }
         expect_whole(&walked)?;
         let home = Home::of_process(process.pid());
-        let mut case = Self::of(process, home, walked, kernel::words(process.pid()));
+        let mut case = Self::of(process, home, walked, kernel::words(process.pid()))?;
         case.before = judge::lost_blocks(&case.heap, &case.reach);
         if !case.before.is_empty() {
             expect_readable(&case.image)?;
@@ -194,10 +194,10 @@ impl<'a> Case<'a> {
         let walked = Walked::take(request, "memleak")?;
         expect_whole(&walked)?;
         kept.extend(kernel::words(request.process.pid()));
-        Ok(Self::of(request.process, home, walked, kept))
+        Self::of(request.process, home, walked, kept)
     }
 
-    fn of(process: &'a Process, home: Home, walked: Walked, kept: Vec<Kept>) -> Self {
+    fn of(process: &'a Process, home: Home, walked: Walked, kept: Vec<Kept>) -> Result<Self> {
         let Walked {
             mut image, heap, ..
         } = walked;
@@ -206,10 +206,10 @@ impl<'a> Case<'a> {
         // The types of CPython objects are needed to judge them.
         let types = (pools.blocks > 0).then(|| types_of(process, &image, &heap));
         let python = types.as_ref().map_or(&[][..], |types| &types.python);
-        Self {
+        Ok(Self {
             process,
             home,
-            reach: Reach::new(&image, &heap, python),
+            reach: Reach::new(&image, &heap, python)?,
             types,
             before: HashSet::new(),
             pauses: vec![image.paused.as_micros() as u64],
@@ -217,7 +217,7 @@ impl<'a> Case<'a> {
             trace: None,
             image,
             heap,
-        }
+        })
     }
 
     /// Prints the verdict. Returns how many blocks are leaks.

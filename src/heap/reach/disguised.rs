@@ -127,7 +127,7 @@ mod tests {
         made.put(block(0) + 131, block(4));
         made.put(GLOBALS + 0x40, block(6));
         let (image, heap) = (made.image(), heap(7));
-        let reach = Reach::new(&image, &heap, &[]);
+        let reach = Reach::new(&image, &heap, &[]).expect("few blocks");
         let classes: Vec<_> = (0..7).map(|block| reach.class(block)).collect();
         assert_eq!(classes[..3], [Interior; 3]);
         assert_eq!(classes[3..6], [Unreachable; 3]);
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(super::digits(0x7f12_7456_7890), 0);
         made.put(GLOBALS + 16, block(2) << 1);
         let (image, heap) = (made.image(), heap(3));
-        let reach = Reach::new(&image, &heap, &[]);
+        let reach = Reach::new(&image, &heap, &[]).expect("few blocks");
         assert_eq!(reach.class(0), Class::Interior);
         assert_eq!(reach.class(2), Class::Unreachable);
     }

@@ -99,7 +99,7 @@ mod tests {
         made.put(object(6) + 16, object(6));
         let (image, heap) = (made.image(), heap(7));
         let python = objects(&[1, 1, 1, 1, 1, 1, 2]);
-        let reach = Reach::new(&image, &heap, &python);
+        let reach = Reach::new(&image, &heap, &python).expect("few blocks");
         let classes: Vec<_> = (0..7).map(|block| reach.class(block)).collect();
         let expected = [Reachable, Cycle, Cycle, Cycle, Unreachable, Via, Via];
         assert_eq!(classes, expected);
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!(reach.leaders()[..4], [None; 4]);
         // A count above the number of references: one was never given up.
         let python = objects(&[1, 1, 2, 1, 1, 1, 2]);
-        let reach = Reach::new(&image, &heap, &python);
+        let reach = Reach::new(&image, &heap, &python).expect("few blocks");
         assert_eq!(
             [1, 2, 3].map(|block| reach.class(block)),
             [Via, Unreachable, Via]

@@ -34,7 +34,7 @@ pub(super) fn heap(blocks: u64) -> Heap {
 }
 
 fn classes(image: &Image, heap: &Heap) -> Vec<Class> {
-    let reach = Reach::new(image, heap, &[]);
+    let reach = Reach::new(image, heap, &[]).expect("few blocks");
     (0..heap.blocks().len())
         .map(|block| reach.class(block))
         .collect()
@@ -50,14 +50,14 @@ fn a_list_is_reached_by_a_global_and_lost_without_it() {
     made.put(block(1) + 8, block(0));
     let lost = made.image();
     assert_eq!(classes(&lost, &heap(3)), [Via, Via, Unreachable]);
-    let reach = Reach::new(&lost, &heap(3), &[]);
+    let reach = Reach::new(&lost, &heap(3), &[]).expect("few blocks");
     assert_eq!(reach.leaders(), [Some(2), Some(2), Some(2)]);
     assert_eq!(reach.chain(0), (vec![1, 2], None));
 
     made.put(GLOBALS + 0x18, block(2));
     let held = made.image();
     assert_eq!(classes(&held, &heap(3)), [Reachable; 3]);
-    let reach = Reach::new(&held, &heap(3), &[]);
+    let reach = Reach::new(&held, &heap(3), &[]).expect("few blocks");
     let (place, chain) = origin(&held, &reach, 0).expect("reached");
     assert_eq!(chain, [1, 2]);
     assert_eq!(
@@ -80,7 +80,7 @@ fn a_ring_is_lost_with_one_leader() {
     made.put(block(10), block(10));
     made.put(block(11), block(3));
     let image = made.image();
-    let reach = Reach::new(&image, &heap(12), &[]);
+    let reach = Reach::new(&image, &heap(12), &[]).expect("few blocks");
     let classes: Vec<_> = (0..12).map(|block| reach.class(block)).collect();
     assert_eq!(classes[..10], [Via; 10], "{classes:?}");
     assert_eq!(classes[10..], [Unreachable; 2]);
@@ -155,7 +155,7 @@ fn registers_hold_what_nothing_else_does() {
     general[3] = block(0);
     made.threads = vec![Thread::new(12, Vec::new(), general, vec![7, block(1)])];
     let (image, heap) = (made.image(), heap(3));
-    let reach = Reach::new(&image, &heap, &[]);
+    let reach = Reach::new(&image, &heap, &[]).expect("few blocks");
     let name = |block| match origin(&image, &reach, block) {
         Some((RootPlace::Register { tid: 12, name }, _)) => Some(name),
         _ => None,
@@ -175,13 +175,20 @@ fn the_kernel_holds_what_it_gives_back() {
         word: block(0),
     }];
     let heap = heap(2);
-    let reach = Reach::new(&image, &heap, &[]);
+    let reach = Reach::new(&image, &heap, &[]).expect("few blocks");
     let place = RootPlace::Kernel {
         what: "sigev_value of timer",
         number: 3,
     };
     assert_eq!(origin(&image, &reach, 0), Some((place, vec![])));
     assert_eq!(origin(&image, &reach, 1), None);
+}
+
+#[test]
+fn blocks_without_a_number_are_refused() {
+    assert!(expect_numbers((1 << 31) - 1).is_ok());
+    let refused = expect_numbers(1 << 31).expect_err("too many");
+    assert!(refused.to_string().contains("has 2147483648 blocks"));
 }
 
 #[test]
@@ -193,7 +200,7 @@ fn chains_are_the_shortest() {
     }
     made.put(block(1), block(20));
     let image = made.image();
-    let reach = Reach::new(&image, &heap(21), &[]);
+    let reach = Reach::new(&image, &heap(21), &[]).expect("few blocks");
     assert_eq!(reach.chain(20).0, [1, 0]);
     assert_eq!(reach.chain(19).0.len(), 19);
 }

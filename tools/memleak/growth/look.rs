@@ -74,7 +74,10 @@ impl Look {
     }
 
     /// Finds what refers to the blocks.
-    pub(super) fn reach(&self) -> Reach {
+    ///
+    /// # Errors
+    /// If there are too many blocks.
+    pub(super) fn reach(&self) -> Result<Reach> {
         Reach::new(&self.image, &self.heap, &self.names.python)
     }
 
