@@ -45,10 +45,12 @@ impl Area {
         })
     }
 
-    /// Returns the writable private data of each mapped file, with the zeros (bss) that follow the data.
-    pub(super) fn data_of_files(areas: &[Self]) -> Vec<(&[u8], Range<u64>)> {
-        /// Size up to which the data of one file are extended by the next area, in bytes.
-        const MOST: u64 = 64 << 20;
+    /// Size up to which the data of a file are searched for structures that take long to find, in bytes.
+    pub(super) const SEARCHED: u64 = 64 << 20;
+
+    /// Returns the writable private data of each mapped file, with the zeros (bss) that follow the data. The data of
+    /// a file are extended by the next area up to a size of `most` bytes.
+    pub(super) fn data_of_files(areas: &[Self], most: u64) -> Vec<(&[u8], Range<u64>)> {
         let mut found: Vec<(&[u8], Range<u64>)> = Vec::new();
         for area in areas.iter().filter(|area| area.writable && !area.shared) {
             let range = area.mapping.range.clone();
@@ -57,7 +59,7 @@ impl Area {
                 continues && data.end == range.start
             });
             if let Some((_, data)) = last {
-                let most = (range.start - data.start).max(MOST);
+                let most = (range.start - data.start).max(most);
                 data.end = range.end.min(data.start.saturating_add(most));
             } else if area.has_file() && area.name().starts_with(b"/") {
                 found.push((area.name(), range));
@@ -121,8 +123,10 @@ mod tests {
         );
         let (small, large) = (0x2000..0x5000, 0x1000_0000..0x1400_0000);
         assert_eq!(
-            Area::data_of_files(&areas),
+            Area::data_of_files(&areas, Area::SEARCHED),
             [(&b"/bin/cat"[..], small), (&b"/bin/large"[..], large)]
         );
+        let whole = Area::data_of_files(&areas, u64::MAX);
+        assert_eq!(whole[1].1, 0x1000_0000..0x2000_0000);
     }
 }

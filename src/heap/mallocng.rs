@@ -94,19 +94,10 @@ pub fn walk(image: &Image) -> Option<Heap> {
 /// Finds the context by its content: a 64-bit secret, the sign that the context is in use, the shift by which areas
 /// grow, and the address of a page that begins with the same secret.
 fn context(image: &Image) -> Option<Context> {
-    let mut end = 0;
-    for area in image
-        .areas
-        .iter()
-        .filter(|area| area.writable && !area.shared)
-    {
-        let is_data = area.name().starts_with(b"/") || is_bss(area, end);
-        if !is_data {
-            continue;
-        }
-        end = area.mapping.range.end;
-        let mut words = image.words(area.mapping.range.clone());
-        let found = words.find_map(|(at, secret)| {
+    // Pages that the program has not written are not in the image, so that large data are searched quickly, too.
+    let data = Area::data_of_files(&image.areas, u64::MAX);
+    data.into_iter().find_map(|(file, data)| {
+        image.words(data).find_map(|(at, secret)| {
             let areas = at + AREAS;
             let first = word(image, areas);
             let is_context = secret > u64::from(u32::MAX)
@@ -115,22 +106,13 @@ fn context(image: &Image) -> Option<Context> {
                 && first != 0
                 && first.is_multiple_of(4096)
                 && image.word(first) == Some(secret);
-            is_context.then_some((secret, areas))
-        });
-        if let Some((secret, areas)) = found {
-            return Some(Context {
-                file: area.name().to_vec(),
+            is_context.then(|| Context {
+                file: file.to_vec(),
                 secret,
                 areas,
-            });
-        }
-    }
-    None
-}
-
-/// Whether an area is the zeros (bss) after a file's data, which end at `end`.
-fn is_bss(area: &Area, end: u64) -> bool {
-    area.name().is_empty() && area.mapping.range.start == end
+            })
+        })
+    })
 }
 
 /// Returns the areas, from the first to the last.
@@ -253,4 +235,30 @@ fn heap(image: &Image, context: &Context, groups: &[Group], coverage: Coverage) 
     free.sort_unstable_by_key(|range| range.start);
     heap.free = free;
     heap
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::heap::image::made::Made;
+
+    #[test]
+    fn a_context_in_the_zeros_behind_a_files_data_is_that_of_the_file() {
+        const SECRET: u64 = 0x1234_5678_9abc_def0;
+        const FIRST: u64 = 0x5000;
+        for context in [0x1100, 0x2100] {
+            let mut made = Made::default();
+            made.map(0x1000..0x2000, "rw-p 00001000 fe:00 7 /bin/app");
+            made.map(0x2000..0x3000, "rw-p 00000000 00:00 0 ");
+            made.map(FIRST..FIRST + 0x1000, "rw-p 00000000 00:00 0 ");
+            made.put(context, SECRET);
+            made.put(context + 8, IN_USE.into());
+            made.put(context + AREAS, FIRST);
+            made.put(context + AREAS + 8, FIRST);
+            made.put(FIRST, SECRET);
+            let heap = walk(&made.image()).expect("a heap");
+            assert_eq!(heap.coverage, Coverage::Complete, "{context:#x}");
+            assert_eq!(heap.allocators[0].file, b"/bin/app", "{context:#x}");
+        }
+    }
 }

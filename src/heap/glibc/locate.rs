@@ -33,7 +33,7 @@ pub(super) fn libraries(image: &Image) -> Vec<Library> {
     // Each 16 bytes can be a list's head, and begin a row of heads.
     let mut fuel = Fuel(image.copied_bytes().saturating_mul(10) + 50_000_000);
     let mut found = Vec::new();
-    for (file, data) in Area::data_of_files(&image.areas) {
+    for (file, data) in Area::data_of_files(&image.areas, Area::SEARCHED) {
         let mut from = data.start;
         while let Some(library) = in_data(image, file, &data, from, &mut fuel) {
             from = library.main + BINS_BYTES;
@@ -71,7 +71,7 @@ fn in_data(
 pub fn broken_ring(image: &Image) -> Option<u64> {
     let mut fuel = Fuel::of(image);
     let mut furthest = None;
-    for (_, data) in Area::data_of_files(&image.areas) {
+    for (_, data) in Area::data_of_files(&image.areas, Area::SEARCHED) {
         first_row(image, &data, data.start, &mut fuel, |bins_at, fuel| {
             // Rows that begin a head or two beside the bins have invalid heads at an end.
             let whole = (0..BINS).all(|number| is_head(image, bins_at + 16 * number));

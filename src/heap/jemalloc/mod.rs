@@ -137,7 +137,7 @@ pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
     let (mut searching, mut walking) = (Fuel::of(image), Fuel::of(image));
     let (mut heap, mut parts): (Option<Heap>, Vec<Part>) = (None, Vec::new());
     let mut known = HashSet::new();
-    let files = Area::data_of_files(&image.areas).into_iter();
+    let files = Area::data_of_files(&image.areas, Area::SEARCHED).into_iter();
     let maps = files.flat_map(|(file, data)| {
         let maps = Map::all(image, &data, &mut searching).into_iter();
         maps.map(move |map| (file, data.clone(), map))
