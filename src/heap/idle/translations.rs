@@ -6,7 +6,8 @@
 //! more than a CPU caches, and each in turn runs on every CPU.
 
 use std::io;
-use std::thread;
+use std::ptr;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -80,8 +81,8 @@ fn visit_by_child(sets: &[Option<libc::cpu_set_t>]) -> Result<usize> {
         }
         let is_late = Instant::now() > deadline;
         if is_late && waited == 0 {
-            // SAFETY: a child of ours that nobody has waited for.
-            unsafe { libc::kill(child, libc::SIGKILL) };
+            // If no thread can be started, the child stays a zombie until this process ends.
+            let _ = end(child);
         }
         if is_late || waited != 0 {
             return Ok(sets.len());
@@ -90,8 +91,20 @@ fn visit_by_child(sets: &[Option<libc::cpu_set_t>]) -> Result<usize> {
     }
 }
 
+/// Kills a child, and starts a thread that waits for its end: the child ends when a CPU runs it, which can take long.
+fn end(child: libc::pid_t) -> io::Result<JoinHandle<()>> {
+    // SAFETY: a child of ours that nobody has waited for.
+    unsafe { libc::kill(child, libc::SIGKILL) };
+    thread::Builder::new().spawn(move || {
+        // SAFETY: the kernel writes no status.
+        unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
+    })
+}
+
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
 
     #[test]
@@ -102,5 +115,14 @@ mod tests {
         // A CPU that does not exist, and one whose number does not fit into a set.
         let sets = [only(0), only(1023), only(1 << 20)];
         assert_eq!(visit_by_child(&sets).expect("a process"), 2);
+    }
+
+    #[test]
+    fn a_child_that_is_ended_leaves_no_zombie() {
+        let mut child = Command::new("sleep").arg("60").spawn().expect("a process");
+        let waiting = end(child.id().cast_signed()).expect("a thread");
+        waiting.join().expect("no panic");
+        let missing = child.wait().expect_err("waited for already");
+        assert_eq!(missing.raw_os_error(), Some(libc::ECHILD));
     }
 }
