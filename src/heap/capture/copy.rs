@@ -1,6 +1,6 @@
 //! Copy of a process's pages by several threads at once.
 
-use std::io::IoSliceMut;
+use std::io::{self, IoSliceMut};
 use std::ops::Range;
 use std::sync::Mutex;
 use std::thread;
@@ -28,15 +28,26 @@ const SAMPLE: usize = 32 << 20;
 /// # Errors
 /// If there is not enough memory.
 pub(super) fn buffer(bytes: usize) -> Result<MmapMut> {
-    let mut buffer = MmapMut::map_anon(bytes.max(1))
-        .with_context(|| format!("no room for a copy of {bytes} bytes"))?;
+    let no_room = || format!("no room for a copy of {bytes} bytes");
+    let mut buffer = MmapMut::map_anon(bytes.max(1)).with_context(no_room)?;
     // A kernel without huge pages refuses this advice.
     let _ = buffer.advise(Advice::HugePage);
-    if buffer.advise(Advice::PopulateWrite).is_err() {
-        // Kernels before 5.14 have no MADV_POPULATE_WRITE.
-        buffer.iter_mut().step_by(4096).for_each(|byte| *byte = 1);
-    }
+    let advised = buffer.advise(Advice::PopulateWrite);
+    place(&mut buffer, advised).with_context(no_room)?;
     Ok(buffer)
+}
+
+/// Puts the pages of a buffer in place if the kernel does not know the advice MADV_POPULATE_WRITE. `advised` is the
+/// result of the advice.
+fn place(buffer: &mut [u8], advised: io::Result<()>) -> io::Result<()> {
+    match advised {
+        // Kernels before 5.14 have no MADV_POPULATE_WRITE.
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            buffer.iter_mut().step_by(4096).for_each(|byte| *byte = 1);
+            Ok(())
+        }
+        advised => advised,
+    }
 }
 
 /// Returns the number of threads that copy.
@@ -187,6 +198,20 @@ fn read_near(pid: u32, pieces: &[Piece], near: &mut [u8]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pages_are_touched_only_if_the_advice_is_unknown() {
+        let touched = |errno| {
+            let mut buffer = [0; 2 * 4096];
+            let placed = place(&mut buffer, Err(io::Error::from_raw_os_error(errno)));
+            (
+                placed.is_ok(),
+                buffer.iter().filter(|&&byte| byte != 0).count(),
+            )
+        };
+        assert_eq!(touched(libc::EINVAL), (true, 2));
+        assert_eq!(touched(libc::ENOMEM), (false, 0));
+    }
 
     #[test]
     fn memory_arrives_in_order_and_what_is_not_there_is_told() {
