@@ -42,7 +42,7 @@ impl Sum {
 /// An allocator whose structures have been walked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Allocator {
-    /// Name of the allocator, with the versions whose structures match: `glibc malloc (2.26 to 2.42)`.
+    /// Name of the allocator, with the versions whose structures match: `glibc malloc (2.27 to 2.42)`.
     pub name: String,
     /// Path of the file whose data hold the allocator's state, in the process's own mount namespace. Not escaped.
     pub file: Vec<u8>,
