@@ -112,6 +112,7 @@ fn digits(word: u64) -> u64 {
 mod tests {
     use super::super::tests::{GLOBALS, block, heap, process};
     use super::*;
+    use crate::heap::blocks::{Block, Coverage};
 
     #[test]
     fn packed_structures_hold_what_nothing_else_does() {
@@ -142,12 +143,30 @@ mod tests {
     }
 
     #[test]
-    fn tags_and_integers_of_python_hold_blocks() {
+    fn integers_of_python_hold_blocks() {
+        const BLOCK: Block = Block {
+            address: 0x7f12_3456_7890,
+            size: 64,
+        };
+        assert_eq!(digits(0x7f12_7456_7890), 0);
+        let heap = Heap::new(vec![BLOCK], Coverage::Complete);
+        let number = |address: u64| address & 0x3fff_ffff | (address >> 30) << 32;
+        for (address, expected) in [
+            (BLOCK.address, Class::Interior),
+            (BLOCK.address + 63, Class::Interior),
+            (BLOCK.address + 64, Class::Unreachable),
+        ] {
+            let mut made = process();
+            made.put(GLOBALS, number(address));
+            let reach = Reach::new(&made.image(), &heap, &[]).expect("few blocks");
+            assert_eq!(reach.class(0), expected, "{address:#x}");
+        }
+    }
+
+    #[test]
+    fn addresses_with_tags_hold_blocks() {
         let mut made = process();
         made.put(GLOBALS, block(0) | 0xfffb << 48);
-        let digits = |address: u64| address & 0x3fff_ffff | (address >> 30) << 32;
-        assert_eq!(super::digits(digits(0x7f12_3456_7890)), 0x7f12_3456_7890);
-        assert_eq!(super::digits(0x7f12_7456_7890), 0);
         made.put(GLOBALS + 16, block(2) << 1);
         let (image, heap) = (made.image(), heap(3));
         let reach = Reach::new(&image, &heap, &[]).expect("few blocks");
