@@ -212,6 +212,13 @@ impl Heap {
         (offset < block.size.max(1)).then_some((at, offset))
     }
 
+    /// Returns the index of the block that begins at an address, if it has at least this many bytes.
+    pub(super) fn starting_at(&self, address: u64, bytes: u64) -> Option<u32> {
+        let (number, offset) = self.block_at(address)?;
+        let is_large = self.blocks[number].size >= bytes;
+        (offset == 0 && is_large).then_some(number as u32)
+    }
+
     /// Returns the bounds of the search for the last block that begins at or below an address. `first` is the first
     /// block of the address's page.
     ///

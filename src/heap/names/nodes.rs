@@ -54,7 +54,7 @@ impl Nodes<'_> {
         let (mut blocks, mut others) = (Vec::new(), Vec::new());
         let mut at = start;
         loop {
-            match self.block(at, 24) {
+            match self.heap.starting_at(at, 24) {
                 Some(number) if in_ring[number as usize] => return None,
                 Some(number) => {
                     in_ring[number as usize] = true;
@@ -103,7 +103,7 @@ impl Nodes<'_> {
         }
         let (mut nodes, mut rest) = (Vec::new(), vec![root]);
         while let Some(node) = rest.pop() {
-            nodes.push(self.block(node, 40)?);
+            nodes.push(self.heap.starting_at(node, 40)?);
             if nodes.len() as u64 > count || self.color(node)? > BLACK {
                 return None;
             }
@@ -135,13 +135,6 @@ impl Nodes<'_> {
 
     fn color(&self, node: u64) -> Option<u32> {
         self.memory.word(node).map(|word| word as u32)
-    }
-
-    /// Returns the block that begins at an address, if it has at least this many bytes.
-    fn block(&self, address: u64, bytes: u64) -> Option<u32> {
-        let (number, offset) = self.heap.block_at(address)?;
-        let is_large = self.heap.blocks()[number].size >= bytes;
-        (offset == 0 && is_large).then_some(number as u32)
     }
 }
 

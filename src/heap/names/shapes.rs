@@ -123,7 +123,7 @@ impl<'a> Shapes<'a> {
         }
         let places = (node..=end_node).step_by(8);
         places
-            .map(|place| self.starting_at(self.memory.word(place)?, node_bytes))
+            .map(|place| self.heap.starting_at(self.memory.word(place)?, node_bytes))
             .collect()
     }
 
@@ -141,7 +141,7 @@ impl<'a> Shapes<'a> {
         self.step(nodes as usize + count as usize)?;
         let (mut node, mut numbers) = (first, Vec::new());
         while node != 0 && numbers.len() < nodes as usize {
-            numbers.push(self.starting_at(node, 16)?);
+            numbers.push(self.heap.starting_at(node, 16)?);
             node = self.memory.word(node)?;
         }
         if node != 0 || numbers.len() as u64 != nodes {
@@ -154,7 +154,7 @@ impl<'a> Shapes<'a> {
             let word = self.memory.word(buckets.address + 8 * bucket)?;
             used += u64::from(word != 0);
             let is_known = || {
-                let node = self.starting_at(word, 16);
+                let node = self.heap.starting_at(word, 16);
                 word == place + 16 || node.is_some_and(|node| known.binary_search(&node).is_ok())
             };
             if word != 0 && !is_known() {
@@ -168,13 +168,6 @@ impl<'a> Shapes<'a> {
     fn step(&self, steps: usize) -> Option<()> {
         self.steps.set(self.steps.get().checked_sub(steps)?);
         Some(())
-    }
-
-    /// Returns the number of the block that begins at an address, if it has at least this many bytes.
-    fn starting_at(&self, address: u64, bytes: u64) -> Option<u32> {
-        let (number, offset) = self.heap.block_at(address)?;
-        let is_large = self.heap.blocks()[number].size >= bytes;
-        (offset == 0 && is_large).then_some(number as u32)
     }
 }
 
