@@ -119,6 +119,5 @@ impl OwnPages {
 
 /// Returns the number of pages of 4 KiB in the ranges.
 pub(super) fn count(runs: &[Range<u64>]) -> u64 {
-    let bytes: u64 = runs.iter().map(|run| run.end - run.start).sum();
-    bytes / PAGE
+    page_runs::bytes(runs) / PAGE
 }
