@@ -68,6 +68,19 @@ pub enum Coverage {
     },
 }
 
+/// Returns the ranges in order. Ranges that touch or overlap are merged into one.
+pub(super) fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    ranges.dedup_by(|next, range| {
+        let touches = next.start <= range.end;
+        if touches {
+            range.end = range.end.max(next.end);
+        }
+        touches
+    });
+    ranges
+}
+
 /// Subtracts `holes` from `ranges`. Both are in order, and each hole is within one of the ranges.
 pub(super) fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut left = Vec::new();

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::heap::blocks::Heap;
+use crate::heap::blocks::{self, Heap};
 use crate::heap::image::{Image, Thread};
 use crate::heap::page_table::PAGE;
 
@@ -111,14 +111,7 @@ pub fn not_roots(image: &Image, heap: &Heap) -> Vec<Range<u64>> {
     );
     ranges.extend(ended_stacks(image));
     ranges.retain(|range| !range.is_empty());
-    ranges.sort_unstable_by_key(|range| range.start);
-    let mut merged: Vec<Range<u64>> = Vec::new();
-    for range in ranges {
-        match merged.last_mut().filter(|last| range.start <= last.end) {
-            Some(last) => last.end = last.end.max(range.end),
-            None => merged.push(range),
-        }
-    }
+    let mut merged = blocks::merged(ranges);
     merged.shrink_to_fit();
     merged
 }

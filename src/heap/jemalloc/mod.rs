@@ -218,7 +218,7 @@ fn walk_map(
     let mut heap = heap(&extents, &regions, broken);
     let own = own.into_iter().map(|window| window..window + OWN);
     let leaves = map.leaves.iter().map(|&leaf| leaf..leaf + map::LEAF);
-    heap.structures = merged(own.chain(leaves).collect());
+    heap.structures = blocks::merged(own.chain(leaves).collect());
     heap.allocators = vec![Allocator {
         name: "jemalloc (5.3)".into(),
         file: file.to_vec(),
@@ -287,7 +287,7 @@ fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Broken>)
     heap.in_doubt = of(Owner::InDoubt).collect();
     let holes: Vec<_> = heap.in_doubt.iter().map(Block::range).collect();
     heap.regions = blocks::without(
-        &merged(extents.values().map(Extent::range).collect()),
+        &blocks::merged(extents.values().map(Extent::range).collect()),
         &holes,
     );
     let idle = extents.values().filter(|extent| !extent.is_active());
@@ -296,17 +296,4 @@ fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Broken>)
     heap.free = free.chain(idle.map(Extent::range)).collect();
     heap.free.sort_unstable_by_key(|range| range.start);
     heap
-}
-
-/// Returns the ranges in order. Ranges that touch or overlap are merged into one.
-fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
-    ranges.sort_unstable_by_key(|range| range.start);
-    ranges.dedup_by(|next, range| {
-        let touches = next.start <= range.end;
-        if touches {
-            range.end = range.end.max(next.end);
-        }
-        touches
-    });
-    ranges
 }
