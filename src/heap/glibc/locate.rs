@@ -24,7 +24,7 @@ const BINS_2_27: u64 = 0x70;
 pub(super) const HEAP_HEADERS: [u64; 2] = [0x20, 0x30];
 
 /// Largest number of arenas of a process.
-const MOST_ARENAS: usize = 1 << 16;
+pub(super) const MOST_ARENAS: usize = 1 << 16;
 /// Largest number of libraries. Two that are in use are refused.
 const MOST_LIBRARIES: usize = 16;
 

@@ -6,10 +6,9 @@ use std::ops::Range;
 use crate::heap::image::Image;
 use crate::heap::page_table::PAGE;
 
+use super::segments::IS_MMAPPED;
 use super::{Chunk, Library, MMAPPED, State, Walk, word};
 
-/// Flag in the size field of mmapped chunks, which have no other flag.
-const IS_MMAPPED: u64 = 2;
 /// Adds all mmapped chunks to the walk. Their headers are at the starts of mappings. If a chunk is aligned to more
 /// than 16 bytes (memalign), its header is further on, with the distance to the start before the size.
 pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {

@@ -206,11 +206,10 @@ pub fn walk(image: &Image) -> Option<Walk> {
 impl Walk {
     /// Finds the arenas of each library. Returns the index of the library for each arena.
     fn find_arenas(&mut self, image: &Image) -> Vec<usize> {
-        const MOST: usize = 1 << 16;
         let mut used = Vec::new();
         for (place, library) in self.libraries.iter().enumerate() {
             let mut address = library.main;
-            for _ in 0..MOST {
+            for _ in 0..locate::MOST_ARENAS {
                 let next = library.next_of(address);
                 self.arenas.push(Arena {
                     address,

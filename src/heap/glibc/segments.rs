@@ -8,9 +8,10 @@ use crate::heap::page_table::PAGE;
 
 use super::{Arena, Chunk, Fuel, Library, State, Walk, word};
 
-/// Flags in a size field: the chunk before is in use, the chunk is mmapped, the chunk is not of the main arena.
+/// Flags in a size field: the chunk before is in use, the chunk is mmapped, the chunk is not of the main arena. Mmapped
+/// chunks have no other flag.
 const PREVIOUS_IN_USE: u64 = 1;
-const IS_MMAPPED: u64 = 2;
+pub(super) const IS_MMAPPED: u64 = 2;
 const FLAGS: u64 = 7;
 
 /// Alignment of the heaps of thread arenas. With huge pages, before 2.42, they are aligned to less.
