@@ -60,10 +60,11 @@ pub(super) fn mark(
             (why, Some(arena + place))
         })?;
         for member in members {
-            let caches = caches_of(image, member, regions, fuel).ok_or_else(|| {
+            let invalid = || {
                 let why = "the cache of a thread makes no sense";
                 (why.to_owned(), Some(member))
-            })?;
+            };
+            let caches = caches_of(image, member, regions, fuel).ok_or_else(invalid)?;
             // The lists of all caches of a thread are in one block.
             if let Some(list) = caches.first().and_then(|one| regions.holding(one.begins)) {
                 set(regions, list, Owner::Allocator)?;
@@ -73,10 +74,8 @@ pub(super) fn mark(
                 in_doubt.extend(caches);
                 continue;
             }
-            for block in blocks_of(image, &caches, regions, fuel).ok_or_else(|| {
-                let why = "the cache of a thread makes no sense";
-                (why.to_owned(), Some(member))
-            })? {
+            let blocks = blocks_of(image, &caches, regions, fuel).ok_or_else(invalid)?;
+            for block in blocks {
                 set(regions, block, Owner::Cached)?;
             }
         }
