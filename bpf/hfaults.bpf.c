@@ -205,7 +205,8 @@ int thread_exit(void *ctx)
 	return 0;
 }
 
-static long is_huge(struct task_struct *task, struct vm_area_struct *vma, struct fault_key *key)
+static long count_if_hugetlb(struct task_struct *task, struct vm_area_struct *vma,
+			     struct fault_key *key)
 {
 	if (!(BPF_CORE_READ(vma, vm_flags) & VM_HUGETLB))
 		return 0;
@@ -226,7 +227,7 @@ int fault_event(struct bpf_perf_event_data *ctx)
 
 	if (!begin(&key))
 		return 0;
-	found = bpf_find_vma(bpf_get_current_task_btf(), ctx->addr, is_huge, &key, 0);
+	found = bpf_find_vma(bpf_get_current_task_btf(), ctx->addr, count_if_hugetlb, &key, 0);
 	/* Another thread is changing the mappings, or waits to. */
 	if (found == -EBUSY)
 		count_loss(lookups);

@@ -139,7 +139,7 @@ static __noinline int describe(struct task *out, struct task_struct *task)
 }
 
 /* Fills in why the kernel kills, and for whom. */
-static __noinline int explain(struct event *event, struct oom_control *oc)
+static __noinline int read_oom_control(struct event *event, struct oom_control *oc)
 {
 	struct mem_cgroup *memcg = BPF_CORE_READ(oc, memcg);
 	struct cgroup *cgroup;
@@ -214,7 +214,7 @@ static __always_inline int kill(void *ctx, struct oom_control *oc)
 
 	if (!event)
 		return 0;
-	explain(event, oc);
+	read_oom_control(event, oc);
 	add_victim(event, BPF_CORE_READ(oc, chosen));
 	bpf_ringbuf_submit(event, 0);
 	return 0;

@@ -20,7 +20,7 @@ use memtools::code::elf_file::NotElf;
 use memtools::code::probe_place;
 use memtools::code::pymalloc;
 use memtools::code::symbols::Symbols;
-use memtools::code::wrappers::{Calls, Passes};
+use memtools::code::wrappers::{Calls, Forwarded};
 use memtools::print::demangle::demangle;
 use memtools::print::text::{self, MAX_NAME};
 use memtools::stacks::unwind::rules::Rules;
@@ -69,7 +69,7 @@ fn read_all(file: &File) -> bool {
     if let (Ok(functions), Ok(calls)) = (&functions, &calls) {
         for function in functions.iter().take(16) {
             timed("passing", || {
-                calls.passing(function, Passes::Result, |_, given| {
+                calls.forwarding(function, Forwarded::Result, |_, given| {
                     given.as_argument(1) == Some(1)
                 })
             });
@@ -79,7 +79,7 @@ fn read_all(file: &File) -> bool {
         let read: Vec<_> = functions.iter().map(|one| (one, vec![1, 2])).collect();
         // A function that cannot be read gets no probe.
         let _ = timed("places", || {
-            probe_place::places(file, &read, probe_place::Wish::Cheap)
+            probe_place::places(file, &read, probe_place::Preference::Cheap)
         });
     }
     let rules = timed("rules", || {
@@ -97,7 +97,7 @@ fn read_all(file: &File) -> bool {
         for number in 0..64 {
             let name = timed("find", || symbols.find(TEXT + number * (length / 64)));
             let name = name.map(|name| name.text).unwrap_or_default();
-            let shown = timed("demangle", || text::shown(&demangle(&name)));
+            let shown = timed("demangle", || text::display_name(&demangle(&name)));
             check_shown(&shown);
         }
     }
@@ -254,7 +254,7 @@ fn damaged_names_are_shown_short_and_safe() {
         let name = mutate::text(names[random.below(names.len())].as_bytes(), &mut random);
         let name = String::from_utf8_lossy(&name).into_owned();
         let start = cpu_time();
-        check_shown(&text::shown(&demangle(&name)));
+        check_shown(&text::display_name(&demangle(&name)));
         let took = cpu_time() - start;
         assert!(took < Duration::from_millis(100), "{name:?} took {took:?}");
     }

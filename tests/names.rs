@@ -16,7 +16,7 @@ use memtools::heap::area::Area;
 use memtools::heap::blocks::{Block, Coverage, Heap};
 use memtools::heap::image::Image;
 use memtools::heap::names::{Kind, Names, RunningModules, pymalloc};
-use memtools::heap::page_table::PAGE;
+use memtools::heap::page_index::PAGE;
 
 const WORKLOAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/workload");
 
@@ -197,7 +197,7 @@ fn objects_of_cpython() {
     let image = waiting.image();
     let heap = Heap::new(Vec::new(), Coverage::Complete);
     let (heap, pools) = pymalloc::with_pools(&image, heap);
-    assert!(pools.pools > 100 && pools.strange == 0, "{pools:?}");
+    assert!(pools.pools > 100 && pools.inconsistent == 0, "{pools:?}");
     let names = Names::of(&image, &heap, &waiting.modules());
     let (mut right, mut wrong, mut elsewhere) = (0, Vec::new(), 0);
     for line in waiting.truth.lines() {

@@ -15,7 +15,7 @@ use std::process::Command;
 
 use libc::user_regs_struct as Registers;
 use memtools::code::elf;
-use memtools::code::probe_place::{self, ProbePlace, Wish};
+use memtools::code::probe_place::{self, Preference, ProbePoint};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill, raise};
@@ -48,7 +48,7 @@ struct Placed {
     name: String,
     /// Address of the entry in the file's own address space.
     address: u64,
-    place: ProbePlace,
+    place: ProbePoint,
 }
 
 struct Library {
@@ -94,7 +94,7 @@ impl Library {
             .iter()
             .map(|function| (function, arguments.to_vec()))
             .collect();
-        let places = probe_place::places(&file, &asked, Wish::Cheap).expect("places");
+        let places = probe_place::places(&file, &asked, Preference::Cheap).expect("places");
         let functions = symbols
             .iter()
             .zip(places)
@@ -285,14 +285,14 @@ const STACK: usize = 64 << 10;
 impl Stepper {
     fn new(library: &Library) -> Self {
         let base = map(library);
-        let arena = room(ARENA);
+        let arena = allocate_pages(ARENA);
         // Every word of the arena is a valid pointer into the arena.
         let words = arena as *mut u64;
         for index in 0..ARENA / 8 {
             // SAFETY: within the mapping just made.
             unsafe { words.add(index).write(arena + (ARENA / 2) as u64) };
         }
-        let stack = room(STACK);
+        let stack = allocate_pages(STACK);
         // SAFETY: the child makes system calls only.
         let child = match unsafe { fork() }.expect("a child") {
             ForkResult::Parent { child } => child,
@@ -420,7 +420,7 @@ fn argument_of(registers: &Registers, number: u8) -> u64 {
 }
 
 /// Maps new memory, and returns its address.
-fn room(bytes: usize) -> u64 {
+fn allocate_pages(bytes: usize) -> u64 {
     let length = NonZeroUsize::new(bytes).expect("some");
     let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     // SAFETY: the kernel chooses the place.
@@ -435,7 +435,7 @@ fn map(library: &Library) -> u64 {
         .iter()
         .map(|(addresses, _)| addresses.end as usize);
     let span = end.max().expect("segments").next_multiple_of(PAGE);
-    let base = room(span);
+    let base = allocate_pages(span);
     let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE | ProtFlags::PROT_EXEC;
     for (addresses, bytes) in &library.segments {
         let before = addresses.start as usize % PAGE;

@@ -3,10 +3,10 @@
 use std::fs::File;
 
 use memtools::code::elf;
-use memtools::code::wrappers::{Callee, Calls, Passes, Passing};
+use memtools::code::wrappers::{Callee, Calls, Forwarded, Forwarding};
 
 /// Returns what a library's function does with the calls of a function that the library imports.
-fn passing(library: &str, function: &str, passes: Passes, other: &str) -> Passing {
+fn passing(library: &str, function: &str, passes: Forwarded, other: &str) -> Forwarding {
     let file = File::open(format!("/usr/lib/x86_64-linux-gnu/{library}"))
         .unwrap_or_else(|error| panic!("{library}: {error}; see TEST_PACKAGES in the Makefile"));
     let found = elf::functions(&file, |name, _| name == function).expect("symbols");
@@ -14,9 +14,9 @@ fn passing(library: &str, function: &str, passes: Passes, other: &str) -> Passin
         panic!("{library} has {found:?}")
     };
     let calls = Calls::of(&file).expect("its code");
-    calls.passing(function, passes, |callee, given| {
+    calls.forwarding(function, passes, |callee, given| {
         // A free whose argument is not the operator's own does not count.
-        let freed = passes == Passes::Result || given.as_argument(1) == Some(1);
+        let freed = passes == Forwarded::Result || given.as_argument(1) == Some(1);
         callee == Callee::Import(other) && freed
     })
 }
@@ -29,8 +29,8 @@ fn the_standard_librarys_operators_pass_on() {
         ("_ZnwmRKSt9nothrow_t", "_Znwm"),
     ] {
         assert_eq!(
-            passing("libstdc++.so.6", operator, Passes::Result, other),
-            Passing::Always,
+            passing("libstdc++.so.6", operator, Forwarded::Result, other),
+            Forwarding::Always,
             "{operator}"
         );
     }
@@ -41,15 +41,15 @@ fn the_standard_librarys_operators_pass_on() {
         ("_ZdlPvSt11align_val_t", "free"),
     ] {
         assert_eq!(
-            passing("libstdc++.so.6", operator, Passes::Arguments, other),
-            Passing::Always,
+            passing("libstdc++.so.6", operator, Forwarded::Arguments, other),
+            Forwarding::Always,
             "{operator}"
         );
     }
     // operator new never calls calloc.
     assert_eq!(
-        passing("libstdc++.so.6", "_Znwm", Passes::Result, "calloc"),
-        Passing::Never
+        passing("libstdc++.so.6", "_Znwm", Forwarded::Result, "calloc"),
+        Forwarding::Never
     );
 }
 
@@ -57,31 +57,31 @@ fn the_standard_librarys_operators_pass_on() {
 fn allocators_own_operators_do_not() {
     let tcmalloc = "libtcmalloc_minimal.so.4";
     assert_eq!(
-        passing(tcmalloc, "_Znwm", Passes::Result, "malloc"),
-        Passing::Never
+        passing(tcmalloc, "_Znwm", Forwarded::Result, "malloc"),
+        Forwarding::Never
     );
     assert_eq!(
-        passing(tcmalloc, "_ZdlPv", Passes::Arguments, "free"),
-        Passing::Never
+        passing(tcmalloc, "_ZdlPv", Forwarded::Arguments, "free"),
+        Forwarding::Never
     );
     // jemalloc's operator new calls malloc only when memory has run out. Its operator delete is a jump to free.
     let jemalloc = "libjemalloc.so.2";
     assert_eq!(
-        passing(jemalloc, "_Znwm", Passes::Result, "malloc"),
-        Passing::Sometimes
+        passing(jemalloc, "_Znwm", Forwarded::Result, "malloc"),
+        Forwarding::Sometimes
     );
     assert_eq!(
-        passing(jemalloc, "_ZdlPv", Passes::Arguments, "free"),
-        Passing::Always
+        passing(jemalloc, "_ZdlPv", Forwarded::Arguments, "free"),
+        Forwarding::Always
     );
     assert_eq!(
         passing(
             "libmimalloc.so.2",
             "mi_free_size",
-            Passes::Arguments,
+            Forwarded::Arguments,
             "mi_free"
         ),
-        Passing::Always
+        Forwarding::Always
     );
 }
 
@@ -93,13 +93,13 @@ fn a_function_that_returns_something_else_passes_nothing_on() {
         passing(
             library,
             "__cxa_allocate_exception",
-            Passes::Result,
+            Forwarded::Result,
             "malloc"
         ),
-        Passing::Sometimes
+        Forwarding::Sometimes
     );
     assert_eq!(
-        passing("libc.so.6", "malloc", Passes::Result, "malloc"),
-        Passing::Never
+        passing("libc.so.6", "malloc", Forwarded::Result, "malloc"),
+        Forwarding::Never
     );
 }

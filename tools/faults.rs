@@ -14,11 +14,11 @@ use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::software_event;
 use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
-use memtools::export::profile::Value;
+use memtools::export::profile::ValueType;
 use memtools::print::clock;
 use memtools::print::output::{Format, Output, Row};
-use memtools::process::container::{self, ContainerArgs, Home};
-use memtools::process::filter::{Filter, Tasks};
+use memtools::process::container::{self, CgroupInfo, ContainerArgs};
+use memtools::process::filter::{Filter, TaskKind};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::count_stacks::{ProcessSum, StackCountArgs, StackCounts, StackReport, Weight};
 use memtools::run::losses;
@@ -124,8 +124,8 @@ fn run(args: Args) -> Result<ExitCode> {
         .prepare("faults", args.target.to_string())?;
     let mut metrics = args.metrics.open("faults", &[args.family()])?;
     let (mut poller, output) = args.common.start_as("faults", args.format())?;
-    let mut target = Target::choose(&args.target, Tasks::Programs)?;
-    target::doubt_interval("faults", args.stacks.interval(), &args.target.filter.pid);
+    let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
+    target::warn_if_interval_is_pid("faults", args.stacks.interval(), &args.target.filter.pid);
     let skel = load(&args, target.filter())?;
     let symbolizer = target.symbolizer(&args.stacks.export)?;
     let unwinder = args
@@ -148,8 +148,8 @@ fn run(args: Args) -> Result<ExitCode> {
         },
         subject: args.subject(),
         values: (
-            Value::count("faults", "faults"),
-            Some(Value::bytes("space")),
+            ValueType::count("faults", "faults"),
+            Some(ValueType::bytes("space")),
         ),
         args: &args.stacks,
     };
@@ -215,7 +215,7 @@ impl Args {
 }
 
 fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
-    let stacks = args.stacks.room().if_wanted(!args.by_process);
+    let stacks = args.stacks.stack_capacity().if_wanted(!args.by_process);
     let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
     let wanted = args.containers.wanted(args.common.json);
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
@@ -245,12 +245,15 @@ fn print_processes<M: MapCore>(
         Weight::Events => "FAULTS",
         Weight::Bytes => "BYTES",
     };
-    let home = container::header(container);
-    output.header(&format!("{:<7} {:<16} {home}{column}", "PID", "COMM"))?;
+    let cgroup_info = container::header(container);
+    output.header(&format!(
+        "{:<7} {:<16} {cgroup_info}{column}",
+        "PID", "COMM"
+    ))?;
     for ProcessSum {
         pid,
         comm,
-        home,
+        cgroup_info,
         sum,
     } in counts.processes(report)
     {
@@ -259,11 +262,11 @@ fn print_processes<M: MapCore>(
             Weight::Bytes => (None, Some(sum), &BYTES),
         };
         metrics.add(family, &[&comm], sum);
-        output.row(&Faulter {
+        output.row(&ProcessFaults {
             time: &time,
             pid,
             comm,
-            home,
+            cgroup_info,
             container,
             faults,
             bytes,
@@ -278,14 +281,14 @@ fn print_processes<M: MapCore>(
 /// Page faults of one process.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "process")]
-struct Faulter<'a> {
+struct ProcessFaults<'a> {
     /// Time of the report.
     #[serde(serialize_with = "clock::serialize")]
     time: &'a Zoned,
     pid: u32,
     comm: String,
     #[serde(flatten)]
-    home: Home,
+    cgroup_info: CgroupInfo,
     /// Whether text has the column CONTAINER.
     #[serde(skip)]
     container: bool,
@@ -295,11 +298,11 @@ struct Faulter<'a> {
     bytes: Option<u64>,
 }
 
-impl Row for Faulter<'_> {
+impl Row for ProcessFaults<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let sum = self.faults.or(self.bytes).unwrap_or_default();
-        let home = container::column(self.container.then_some(&self.home));
-        writeln!(out, "{:<7} {:<16} {home}{sum}", self.pid, self.comm)
+        let cgroup_info = container::column(self.container.then_some(&self.cgroup_info));
+        writeln!(out, "{:<7} {:<16} {cgroup_info}{sum}", self.pid, self.comm)
     }
 }
 

@@ -186,11 +186,11 @@ __noinline __u64 hotspot_row(__u64 layout, __u64 at)
 }
 
 /* Asks user space to look for HotSpot in the current process, unless it was asked just now. */
-static __noinline int hotspot_ask(__u64 layout)
+static __noinline int hotspot_request(__u64 layout)
 {
 	if (!layout || bpf_map_lookup_elem(&hotspot_processes, &layout))
 		return 0;
-	return unwind_ask_interpreter(layout, ~layout, UNWIND_ASK_HOTSPOT);
+	return unwind_request_interpreter(layout, ~layout, UNWIND_SUBJECT_HOTSPOT);
 }
 
 #endif /* MEMTOOLS_HOTSPOT_BPF_H */

@@ -77,9 +77,10 @@ static __noinline int python_is_entry(struct python_slot *slot)
 {
 	__u64 mark = slot->process.frame_mark;
 
-	if (slot->process.chain != PYTHON_ENTRY_FRAMES || slot->frame - slot->sp >= PYTHON_NEAR)
+	if (slot->process.chain != PYTHON_ENTRY_FRAMES ||
+	    slot->frame - slot->sp >= PYTHON_MAX_ENTRY_DISTANCE)
 		return 0;
-	if (bpf_probe_read_user(slot->near, PYTHON_NEAR_BYTES, (void *)slot->frame))
+	if (bpf_probe_read_user(slot->near, PYTHON_ENTRY_FRAME_BYTES, (void *)slot->frame))
 		return 0;
 	barrier_var(mark);
 	return mark < PYTHON_STATE_BYTES && slot->near[mark] == slot->process.mark;
@@ -134,7 +135,7 @@ __noinline int python_step(__u32 index)
 	at = frame - slot->window_at;
 	if (at > PYTHON_WINDOW_BYTES || at + slot->process.frame_bytes > slot->window_bytes) {
 		if (python_is_entry(slot)) {
-			slot->frame = python_near(slot, slot->process.frame_previous);
+			slot->frame = python_scratch_word(slot, slot->process.frame_previous);
 			return python_end_group(slot, frame);
 		}
 		if (!python_fill(slot, frame))
@@ -210,12 +211,12 @@ static __noinline int python_first_frame(struct python_slot *slot)
 		return 0;
 	if (bpf_probe_read_user(slot->near, sizeof(slot->near), (void *)pointer))
 		return python_give_up(slot);
-	if (python_near(slot, slot->process.thread) != thread)
+	if (python_scratch_word(slot, slot->process.thread) != thread)
 		return 0;
 	if (slot->process.cframe)
-		slot->cframe = python_near(slot, slot->process.cframe);
+		slot->cframe = python_scratch_word(slot, slot->process.cframe);
 	if (slot->process.frame) {
-		slot->frame = python_near(slot, slot->process.frame);
+		slot->frame = python_scratch_word(slot, slot->process.frame);
 		return 1;
 	}
 	if (bpf_probe_read_user(&pointer, sizeof(pointer),
@@ -265,11 +266,11 @@ static __noinline int python_walked(__u32 index)
 /*
  * Asks user space to look for the interpreter of the current process, unless it was asked just now.
  */
-static __noinline int python_ask(struct stack_walk *walk)
+static __noinline int python_request(struct stack_walk *walk)
 {
 	if (!walk->layout || bpf_map_lookup_elem(&python_processes, &walk->layout))
 		return 0;
-	return unwind_ask_interpreter(walk->layout, walk->layout, UNWIND_ASK_PYTHON);
+	return unwind_request_interpreter(walk->layout, walk->layout, UNWIND_SUBJECT_PYTHON);
 }
 
 #endif /* MEMTOOLS_PYTHON_BPF_H */

@@ -20,20 +20,20 @@ const volatile __u8 python_lines;
 #define PYTHON_FRAMES	 STACK_MAX_DEPTH
 #define PYTHON_GROUPS	 48
 /* Limits of a walk along a chain: rounds, and frames in a round, also frames that are not noted. */
-#define PYTHON_ROUND_STEPS  32
-#define PYTHON_ROUNDS	    16
-#define PYTHON_BUCKETS	    4096
-#define PYTHON_WAYS	    7
-#define PYTHON_CODES_BYTES  (512 << 10)
-#define PYTHON_WINDOW_BYTES 2048
-#define PYTHON_STATE_BYTES  192 /* of a thread's state, with frame, _PyCFrame and thread */
-#define PYTHON_NEAR_BYTES   80
-#define PYTHON_TEXT_BYTES   512	 /* copied of a text, at most */
-#define PYTHON_LINES_BYTES  2944 /* copied of a line table, at most: 99 of 100 have fewer */
+#define PYTHON_ROUND_STEPS	 32
+#define PYTHON_ROUNDS		 16
+#define PYTHON_BUCKETS		 4096
+#define PYTHON_WAYS		 7
+#define PYTHON_CODES_BYTES	 (512 << 10)
+#define PYTHON_WINDOW_BYTES	 2048
+#define PYTHON_STATE_BYTES	 192 /* of a thread's state, with frame, _PyCFrame and thread */
+#define PYTHON_ENTRY_FRAME_BYTES 80
+#define PYTHON_TEXT_BYTES	 512  /* copied of a text, at most */
+#define PYTHON_LINES_BYTES	 2944 /* copied of a line table, at most: 99 of 100 have fewer */
 #define PYTHON_RECORD_BYTES                                                                        \
 	(sizeof(struct python_code) + 2 * PYTHON_TEXT_BYTES + PYTHON_LINES_BYTES)
 /* Limit of the distance of an entry frame, which is on the C stack, from the stack pointer. */
-#define PYTHON_NEAR (16 << 20)
+#define PYTHON_MAX_ENTRY_DISTANCE (16 << 20)
 /* Offset of a thread's values by key in glibc's `struct pthread`: specific_1stblock[].data. */
 #define PYTHON_FIRST_KEY 0x318
 #define PYTHON_KEYS	 32
@@ -177,7 +177,7 @@ static __always_inline __u64 python_field(struct python_slot *slot, __u64 at, __
 }
 
 /* Returns the word at offset `field` of what was read into `near`. */
-static __always_inline __u64 python_near(struct python_slot *slot, __u64 field)
+static __always_inline __u64 python_scratch_word(struct python_slot *slot, __u64 field)
 {
 	barrier_var(field);
 	if (field > PYTHON_STATE_BYTES - 8)
@@ -214,8 +214,8 @@ static __noinline __u64 python_text(struct python_slot *slot, __u64 text, __u32 
 	/* length, hash, state */
 	if (!text || bpf_probe_read_user(slot->near, 24, (void *)(text + 16)))
 		return 0;
-	characters = python_near(slot, 0);
-	state = python_near(slot, 16);
+	characters = python_scratch_word(slot, 0);
+	state = python_scratch_word(slot, 16);
 	if (!(state & 0x40))
 		*character = state >> 2 & 7;
 	*length = characters >> 29 ? 0 : characters * *character;

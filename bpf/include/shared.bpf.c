@@ -31,7 +31,7 @@ EXPORT_TYPE(enum unwind_kind);
 EXPORT_TYPE(enum unwind_layout);
 EXPORT_TYPE(enum unwind_frame_pointer);
 EXPORT_TYPE(enum unwind_row_layout);
-EXPORT_TYPE(enum unwind_ask);
+EXPORT_TYPE(enum unwind_subject);
 EXPORT_TYPE(struct unwind_file);
 EXPORT_TYPE(struct unwind_request);
 EXPORT_TYPE(enum stack_end);

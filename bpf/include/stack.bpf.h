@@ -61,9 +61,9 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 	if (interpreters && slot->walk.with_python)
 		stack_push_unpaired(index);
 	if (interpreters && slot->walk.interpreter & UNWIND_PYTHON)
-		python_ask(&slot->walk);
+		python_request(&slot->walk);
 	if (interpreters && slot->walk.interpreter & UNWIND_HOTSPOT)
-		hotspot_ask(slot->walk.layout);
+		hotspot_request(slot->walk.layout);
 	id = stack_finish(slot);
 	stack_slot_give_back(slot);
 	return id;

@@ -47,7 +47,7 @@ __noinline __u64 stack_ask_return_probe(__u64 probe, __u64 address)
  * Returns the original return address at `address`, which a pending return probe has replaced by
  * its own; 0 if none has.
  */
-__noinline __u64 stack_of_return_probes(__u64 address)
+__noinline __u64 stack_original_return_address(__u64 address)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
 	__u64 found = (__u64)BPF_CORE_READ(task, utask, return_instances);
@@ -242,10 +242,10 @@ static __noinline int stack_push_interpreted(struct stack_slot *slot)
  * Replaces a return probe's address, if the walk has come to one, by the original return address.
  * Returns 0 if it has not.
  */
-static __noinline int stack_return_probed(struct stack_slot *slot)
+static __noinline int stack_replace_return_probe(struct stack_slot *slot)
 {
 	struct stack_walk *walk = &slot->walk;
-	__u64 returns_to = walk->pc_at ? stack_of_return_probes(walk->pc_at) : 0;
+	__u64 returns_to = walk->pc_at ? stack_original_return_address(walk->pc_at) : 0;
 
 	if (!returns_to)
 		return 0;
@@ -259,7 +259,7 @@ static __always_inline int stack_out_of_code(struct stack_slot *slot)
 {
 	struct stack_walk *walk = &slot->walk;
 
-	if (stack_return_probed(slot))
+	if (stack_replace_return_probe(slot))
 		return 1;
 	/* An address from a register is code, even if no mapping of it is known. */
 	if (!walk->pc_at && !stack_push_walked(slot))
@@ -290,7 +290,7 @@ static __noinline int stack_cut_generated(struct stack_slot *slot)
  */
 static __always_inline int stack_out_of_files(struct stack_slot *slot)
 {
-	if (stack_return_probed(slot))
+	if (stack_replace_return_probe(slot))
 		return 1;
 	/* The code may be that of a process whose HotSpot is still to be found. */
 	if (interpreters && hotspot_met)
@@ -344,7 +344,7 @@ __noinline int stack_step(__u32 index)
 		return stack_by_rule(slot, row);
 	/* User space is asked here and not in unwind_row(): programs may be eight calls deep. */
 	if (kind == UNWIND_NO_TABLE)
-		unwind_ask(index);
+		unwind_request_file(index);
 	/* The frame pointer of such code is any number: from here on the walk may skip frames. */
 	if (kind == UNWIND_NO_ROOM || kind == UNWIND_NO_TABLE)
 		walk->process = 0;

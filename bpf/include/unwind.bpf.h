@@ -47,7 +47,7 @@ enum unwind_layout {
 #define UNWIND_REQUEST_BYTES (16 << 10)
 #define UNWIND_ROW_STEPS     10 /* binary search: a row for each byte of a page, and more */
 /* Time that user space has for an answer, before it is asked again. */
-#define UNWIND_PATIENCE_NS (20 * 1000000ULL)
+#define UNWIND_RETRY_NS (20 * 1000000ULL)
 /*
  * Jiffies after which the mappings of a process get a new number, as a power of two: one second
  * where HZ is 1000, ten where it is 100.
@@ -109,10 +109,10 @@ struct {
 } unwind_cache SEC(".maps");
 
 /* Subject of a request to user space. */
-enum unwind_ask {
-	UNWIND_ASK_FILE,    /* the file of a mapping */
-	UNWIND_ASK_PYTHON,  /* the process's Python; `file` is the process's layout */
-	UNWIND_ASK_HOTSPOT, /* the process's HotSpot, likewise */
+enum unwind_subject {
+	UNWIND_SUBJECT_FILE,	/* the file of a mapping */
+	UNWIND_SUBJECT_PYTHON,	/* the process's Python; `file` is the process's layout */
+	UNWIND_SUBJECT_HOTSPOT, /* the process's HotSpot, likewise */
 };
 
 struct unwind_request {
@@ -121,7 +121,7 @@ struct unwind_request {
 	__u64 start;	 /* of the mapping */
 	__u64 end;
 	__u32 pid;
-	__u32 interpreter; /* enum unwind_ask */
+	__u32 subject; /* enum unwind_subject */
 };
 
 struct {
@@ -213,19 +213,19 @@ struct {
 } unwind_places SEC(".maps");
 
 /* Whether user space may be asked about `hash`: it was not asked just now. Notes the time. */
-static __always_inline int unwind_is_time(__u64 hash)
+static __always_inline int unwind_may_request(__u64 hash)
 {
 	__u64 now = bpf_ktime_get_ns(), *not_before = bpf_map_lookup_elem(&unwind_asked, &hash);
 
 	if (not_before && now < *not_before)
 		return 0;
-	now += UNWIND_PATIENCE_NS;
+	now += UNWIND_RETRY_NS;
 	bpf_map_update_elem(&unwind_asked, &hash, &now, BPF_ANY);
 	return 1;
 }
 
 /* Asks user space to look at the mapping that was found last, unless it was asked just now. */
-static __noinline int unwind_ask(__u32 index)
+static __noinline int unwind_request_file(__u32 index)
 {
 	struct mapping *mapping = bpf_map_lookup_elem(&mappings, &index);
 	struct unwind_request *request;
@@ -234,7 +234,7 @@ static __noinline int unwind_ask(__u32 index)
 	if (!mapping)
 		return 0;
 	file = mapping_file_hash(&mapping->file);
-	if (!unwind_is_time(file))
+	if (!unwind_may_request(file))
 		return 0;
 	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
 	if (!request)
@@ -244,7 +244,7 @@ static __noinline int unwind_ask(__u32 index)
 	request->start = mapping->start;
 	request->end = mapping->end;
 	request->pid = unwind_process_of_current();
-	request->interpreter = UNWIND_ASK_FILE;
+	request->subject = UNWIND_SUBJECT_FILE;
 	bpf_ringbuf_submit(request, 0);
 	return 0;
 }
@@ -253,11 +253,11 @@ static __noinline int unwind_ask(__u32 index)
  * Asks user space to look for this interpreter in the current process, of this layout, unless it
  * was asked just now; `hash` tells the requests for each interpreter apart.
  */
-static __always_inline int unwind_ask_interpreter(__u64 layout, __u64 hash, __u32 interpreter)
+static __always_inline int unwind_request_interpreter(__u64 layout, __u64 hash, __u32 interpreter)
 {
 	struct unwind_request *request;
 
-	if (!unwind_is_time(hash))
+	if (!unwind_may_request(hash))
 		return 0;
 	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
 	if (!request)
@@ -265,7 +265,7 @@ static __always_inline int unwind_ask_interpreter(__u64 layout, __u64 hash, __u3
 	__builtin_memset(request, 0, sizeof(*request));
 	request->file = layout;
 	request->pid = unwind_process_of_current();
-	request->interpreter = interpreter;
+	request->subject = interpreter;
 	bpf_ringbuf_submit(request, 0);
 	return 0;
 }
@@ -315,7 +315,7 @@ static __always_inline __u64 unwind_rule(const struct unwind_file *file, __u64 o
 }
 
 /* Returns the row, corrected by the machine code at the address. */
-static __noinline __u64 unwind_by_code(__u64 row, __u64 at)
+static __noinline __u64 unwind_correct_row(__u64 row, __u64 at)
 {
 	__u64 pc = (at + 1) >> 1;
 
@@ -341,7 +341,7 @@ static __always_inline __u64 unwind_find(__u64 space, __u64 at, __u32 index)
 		if (row)
 			return row;
 	}
-	return unwind_by_code(unwind_rule(&place->file, address - place->base), at);
+	return unwind_correct_row(unwind_rule(&place->file, address - place->base), at);
 }
 
 /*

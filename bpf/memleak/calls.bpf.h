@@ -64,7 +64,7 @@ static __always_inline __u64 argument(struct pt_regs *ctx, __u64 signature, __u3
 }
 
 /* Updates the sums for a block that is not live any more. */
-static __always_inline void block_freed(const struct live_block *block)
+static __always_inline void account_free(const struct live_block *block)
 {
 	if (keep_totals)
 		total_subtract(block->stack, block->size);
@@ -98,13 +98,13 @@ static __always_inline void block_allocated(__u64 address, struct thread *thread
  * true long after the call: if the caller puts its next frames below (alloca). So the stack is
  * walked up to that address.
  */
-static __always_inline int goes_on(struct pt_regs *ctx, __u64 call_sp, __u64 returns_to)
+static __always_inline int call_in_progress(struct pt_regs *ctx, __u64 call_sp, __u64 returns_to)
 {
 	__u64 sp = PT_REGS_SP(ctx), found = 0;
 
 	barrier_var(sp);
 	bpf_probe_read_user(&found, sizeof(found), (void *)call_sp);
-	if (found != returns_to && stack_of_return_probes(call_sp) != returns_to)
+	if (found != returns_to && stack_original_return_address(call_sp) != returns_to)
 		return 0;
 	return stack_comes_from(stack_return_address(ctx), stack_pointer_after_return(sp),
 				PT_REGS_FP(ctx), call_sp);
@@ -120,7 +120,7 @@ static __always_inline bool nested(struct pt_regs *ctx, struct thread *thread, _
 	if (!thread || sp >= thread->sp)
 		return false;
 	return !skips_returns || !thread->returns_to ||
-	       goes_on(ctx, thread->sp, thread->returns_to);
+	       call_in_progress(ctx, thread->sp, thread->returns_to);
 }
 
 static __noinline struct thread *thread_of_current(void)
@@ -225,7 +225,7 @@ static __always_inline void allocated(struct pt_regs *ctx, struct thread *thread
 	if (thread->replaces) {
 		/* realloc(p, 0) frees p and may return NULL; otherwise NULL leaves it alone. */
 		if (address || !thread->size)
-			block_freed(&thread->held);
+			account_free(&thread->held);
 		else
 			live_put(&thread->pid, thread->address, thread->held.size,
 				 thread->held.stack, thread->held.born, use_table);
@@ -294,7 +294,7 @@ static __always_inline int within_free(struct pt_regs *ctx, struct thread *threa
 	if (!outer_sp || sp > outer_sp)
 		return 0;
 	if (sp < outer_sp)
-		return goes_on(ctx, outer_sp, thread->freeing_returns_to);
+		return call_in_progress(ctx, outer_sp, thread->freeing_returns_to);
 	/*
 	 * The outer function has jumped here as its last call, if the return address is the same.
 	 */
@@ -358,7 +358,7 @@ static __always_inline bool release_live(__u64 address, struct live_block *block
 {
 	if (!live_take(NULL, address, block, use_table))
 		return false;
-	block_freed(block);
+	account_free(block);
 	if (trace_calls)
 		emit(EVENT_FREE_ENTER, address, block->size, 0);
 	return true;

@@ -31,7 +31,7 @@ static __noinline __u64 slot_at(struct pt_regs *ctx, __u32 signature)
 }
 
 /* Records a slot that the current thread takes. */
-static __always_inline int slot_taken(struct pt_regs *ctx, __u64 slot, bool use_table)
+static __always_inline int record_slot(struct pt_regs *ctx, __u64 slot, bool use_table)
 {
 	struct thread *thread = thread_of_current();
 
@@ -49,12 +49,12 @@ static __always_inline int slot_taken(struct pt_regs *ctx, __u64 slot, bool use_
  */
 static __noinline int slot_taken_to_table(struct pt_regs *ctx, __u64 slot)
 {
-	return slot_taken(ctx, slot, true);
+	return record_slot(ctx, slot, true);
 }
 
 static __noinline int slot_taken_to_hash(struct pt_regs *ctx, __u64 slot)
 {
-	return slot_taken(ctx, slot, false);
+	return record_slot(ctx, slot, false);
 }
 
 /* Handles a copy of pymalloc, which takes a slot or gives one back. */

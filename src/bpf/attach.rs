@@ -2,7 +2,7 @@
 //!
 //! A function or link type in the kernel's BTF need not be usable: some kernels are built without kprobes, some
 //! refuse fentry. So each variant is tried for real, by loading and attaching it, and every failure is kept until one
-//! variant has worked. Only what a kernel refuses as a whole ([`Means`]) is checked first: finding that out by
+//! variant has worked. Only what a kernel refuses as a whole ([`Feature`]) is checked first: finding that out by
 //! loading takes 25 ms.
 
 use std::any::TypeId;
@@ -66,7 +66,7 @@ pub fn capture_log(verbose: bool) {
 }
 
 /// Prints a message on stderr, if [`capture_log`] was called with `verbose`.
-pub fn verbose(what: fmt::Arguments<'_>) {
+pub fn log_verbose(what: fmt::Arguments<'_>) {
     if VERBOSE.load(Ordering::Relaxed) {
         eprintln!("{what}");
     }
@@ -80,14 +80,14 @@ fn take_log() -> String {
 
 /// Facility that a kernel supports or refuses as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Means {
+pub enum Feature {
     /// Programs on the entry and exit of kernel functions.
     Fentry,
     /// Breakpoints in the kernel.
     Kprobes,
 }
 
-impl Means {
+impl Feature {
     /// Returns an error with the reason if the kernel does not support the facility.
     fn check(self) -> Result<()> {
         match self {
@@ -108,7 +108,7 @@ pub struct Variant<'a, T> {
     /// The variant's name in messages.
     pub name: &'static str,
     /// Facility without which the variant is not tried.
-    pub needs: Option<Means>,
+    pub needs: Option<Feature>,
     /// Function that does everything up to live probes.
     pub start: Box<dyn FnOnce() -> Result<T> + 'a>,
 }
@@ -124,7 +124,7 @@ impl<'a, T> Variant<'a, T> {
     }
 
     /// Returns this variant, to be tried only where the kernel supports `means`.
-    pub fn needing(self, means: Means) -> Self {
+    pub fn needing(self, means: Feature) -> Self {
         let needs = Some(means);
         Self { needs, ..self }
     }
@@ -132,20 +132,20 @@ impl<'a, T> Variant<'a, T> {
 
 /// A failure for a reason that every variant would meet, so that no further variant is tried.
 #[derive(Debug)]
-pub struct NoVariantHelps(pub String);
+pub struct FatalError(pub String);
 
-impl fmt::Display for NoVariantHelps {
+impl fmt::Display for FatalError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for NoVariantHelps {}
+impl std::error::Error for FatalError {}
 
 /// Starts the first variant that works, and returns it with its name.
 ///
 /// # Errors
-/// If none works: every variant with its reason, or the first [`NoVariantHelps`] or [`UsageError`] alone. With `verbose`
+/// If none works: every variant with its reason, or the first [`FatalError`] or [`UsageError`] alone. With `verbose`
 /// a reason is also printed when a later variant works.
 pub fn first_that_works<'a, T: 'a>(
     verbose: bool,
@@ -157,9 +157,9 @@ pub fn first_that_works<'a, T: 'a>(
     for variant in variants.into_iter().filter(|variant| wanted(variant.name)) {
         let Variant { name, needs, start } = variant;
         take_log();
-        match needs.map_or(Ok(()), Means::check).and_then(|()| start()) {
+        match needs.map_or(Ok(()), Feature::check).and_then(|()| start()) {
             Ok(started) => return Ok((name, started)),
-            Err(error) if error.is::<NoVariantHelps>() || error.is::<UsageError>() => {
+            Err(error) if error.is::<FatalError>() || error.is::<UsageError>() => {
                 return Err(error);
             }
             Err(error) => {
@@ -183,9 +183,9 @@ pub fn first_that_works<'a, T: 'a>(
 /// Moves fentry and fexit variants behind all others where the kernel can preempt a task. If it preempts a task in
 /// such a program, the program is skipped for every other task on that CPU until the first task continues: of 20
 /// threads' page faults on 2 CPUs, half were missed. Programs on kprobes and perf events run with preemption off.
-pub fn exact_first<T>(mut variants: Vec<Variant<'_, T>>) -> Vec<Variant<'_, T>> {
+pub fn fentry_last_if_preemptible<T>(mut variants: Vec<Variant<'_, T>>) -> Vec<Variant<'_, T>> {
     if kernel_support::can_preempt() {
-        variants.sort_by_key(|variant| variant.needs == Some(Means::Fentry));
+        variants.sort_by_key(|variant| variant.needs == Some(Feature::Fentry));
     }
     variants
 }
@@ -196,7 +196,7 @@ static SEARCHES: Mutex<BTreeMap<TypeId, JoinHandle<Result<Vec<u8>>>>> = Mutex::n
 /// Starts a search for the kernel's types that a tool's object needs, whose result [`open`] waits for. The search
 /// runs on another CPU, if there is one, while the caller does what needs no object. No process may be forked until
 /// [`open`] has returned.
-pub fn begin<B: SkelBuilder<'static> + Default + 'static>() {
+pub fn prefetch_kernel_types<B: SkelBuilder<'static> + Default + 'static>() {
     let search = thread::spawn(|| {
         let open = B::default().open(object_storage()).context(NOT_OPENED)?;
         btf_subset::types_for(open.open_object())
@@ -221,7 +221,7 @@ pub fn open<B: SkelBuilder<'static> + Default + 'static>() -> Result<B::Output> 
         None => btf_subset::types_for(open.open_object())?,
     };
     types.write(&found)?;
-    map_create::choose_when(open.open_object_mut())?;
+    map_create::apply_prealloc_policy(open.open_object_mut())?;
     Ok(open)
 }
 
@@ -251,7 +251,7 @@ pub fn own_programs(object: &mut OpenObject) -> impl Iterator<Item = OpenProgram
 }
 
 /// Excludes the programs that unwind stacks from loading, for an object that takes no stacks.
-pub fn load_no_unwinding(object: &mut OpenObject) {
+pub fn disable_unwind_programs(object: &mut OpenObject) {
     for mut program in object.progs_mut() {
         if unwinds(program.name()) {
             program.set_autoload(false);
@@ -297,18 +297,18 @@ pub fn has_kretprobes(object: &mut OpenObject) -> bool {
 ///
 /// # Errors
 /// If there is no such program, or the kernel does not attach it.
-pub fn by_name(object: &mut Object, names: &[&str]) -> Result<Vec<Link>> {
+pub fn attach_by_name(object: &mut Object, names: &[&str]) -> Result<Vec<Link>> {
     let attach = |name: &&str| {
         let program = object.progs_mut().find(|program| program.name() == *name);
         let program = program.with_context(|| format!("there is no program {name}"))?;
-        let attached = one(&program);
+        let attached = attach_program(&program);
         attached.with_context(|| format!("failed to attach {name}"))
     };
     names.iter().map(attach).collect()
 }
 
 /// Attaches a program as its section says.
-fn one(program: &ProgramMut<'_>) -> Result<Link> {
+fn attach_program(program: &ProgramMut<'_>) -> Result<Link> {
     match kretprobe::target(program.section()) {
         Some(function) => kretprobe::attach(program, function),
         None => Ok(fentry_id::attach(program)?),
@@ -333,7 +333,7 @@ pub fn programs_on_system_calls<'a>(
 ///
 /// # Errors
 /// If neither can be attached.
-pub fn system_calls(
+pub fn attach_syscall_programs(
     object: &mut Object,
     tracepoints: &[&str],
     functions: &[&str],
@@ -343,12 +343,12 @@ pub fn system_calls(
         .progs_mut()
         .any(|program| functions.contains(&&*program.name().to_string_lossy()) && loaded(&program))
     {
-        match by_name(object, functions) {
+        match attach_by_name(object, functions) {
             Ok(links) => return Ok(links),
-            Err(error) => verbose(format_args!("not possible here: {error:#}")),
+            Err(error) => log_verbose(format_args!("not possible here: {error:#}")),
         }
     }
-    by_name(object, tracepoints).context(
+    attach_by_name(object, tracepoints).context(
         "no tracepoint of the system call: this needs a kernel with CONFIG_FTRACE_SYSCALLS=y",
     )
 }
@@ -358,9 +358,9 @@ pub fn system_calls(
 ///
 /// # Errors
 /// If a program cannot be attached. No further program is attached then, and `remedy` ends the message.
-pub fn all(programs: &[&ProgramMut<'_>], remedy: &str) -> Result<Vec<Link>> {
+pub fn attach_all(programs: &[&ProgramMut<'_>], remedy: &str) -> Result<Vec<Link>> {
     let attach = |program: &&ProgramMut<'_>| {
-        one(program).with_context(|| {
+        attach_program(program).with_context(|| {
             let name = program.name().to_string_lossy();
             format!("failed to attach {name}{remedy}")
         })

@@ -76,7 +76,7 @@ fn names(own: &Btf<'_>) -> FxHashSet<Vec<u8>> {
     let types = (1..own.len() as u32).filter_map(|id| own.type_by_id::<BtfType<'_>>(id.into()));
     types
         .filter(|of| looked_for(of.kind()))
-        .filter_map(|of| Some(in_kernel(of.name()?.as_encoded_bytes()).to_vec()))
+        .filter_map(|of| Some(strip_flavor(of.name()?.as_encoded_bytes()).to_vec()))
         .collect()
 }
 
@@ -88,13 +88,14 @@ fn looked_for(kind: BtfKind) -> bool {
 
 /// Strips the flavor from the name of a type (CO-RE): `folio` for `folio___old`. Flavors tell apart several shapes of
 /// one kernel type in a program.
-fn in_kernel(name: &[u8]) -> &[u8] {
+fn strip_flavor(name: &[u8]) -> &[u8] {
     let flavor = name.windows(3).rposition(|part| part == b"___");
     &name[..flavor.unwrap_or(name.len())]
 }
 
 /// Returns the types with these names, and the types that they contain by value, as BTF of its own. Stores the BTF
-/// ids of `functions` with `fentry_id::learn`. Returns None if the kernel's BTF has a format that is not known here.
+/// ids of `functions` with `fentry_id::set_btf_id`. Returns None if the kernel's BTF has a format that is not known
+/// here.
 fn part(
     kernel: &[u8],
     names: &FxHashSet<Vec<u8>>,
@@ -106,7 +107,7 @@ fn part(
         if looked_for(of.kind) && names.contains(kernel.name(of.name)?) {
             subset.number(id)?;
         } else if of.kind == BtfKind::Func && functions.contains(kernel.name(of.name)?) {
-            fentry_id::learn(kernel.name(of.name)?, id);
+            fentry_id::set_btf_id(kernel.name(of.name)?, id);
         }
     }
     // Adding a type can give ids to further types, which are added in their turn.
@@ -288,7 +289,7 @@ mod tests {
 
     #[test]
     fn shapes_of_a_type_have_one_name() {
-        assert_eq!(in_kernel(b"folio___nr_pages"), b"folio");
-        assert_eq!(in_kernel(b"mem_cgroup"), b"mem_cgroup");
+        assert_eq!(strip_flavor(b"folio___nr_pages"), b"folio");
+        assert_eq!(strip_flavor(b"mem_cgroup"), b"mem_cgroup");
     }
 }

@@ -20,13 +20,13 @@ use libbpf_rs::{Link, ProgramMut, ProgramType};
 /// BTF ids of the kernel's functions, by name.
 static FUNCTIONS: LazyLock<Mutex<HashMap<Vec<u8>, u32>>> = LazyLock::new(Mutex::default);
 
-/// Registers [`tell_number`] with libbpf, for all objects that are opened from now on.
+/// Registers [`set_attach_btf_id`] with libbpf, for all objects that are opened from now on.
 pub(crate) fn register() {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {
         let handler = libbpf_prog_handler_opts {
             sz: size_of::<libbpf_prog_handler_opts>() as _,
-            prog_prepare_load_fn: Some(tell_number),
+            prog_prepare_load_fn: Some(set_attach_btf_id),
             ..Default::default()
         };
         for (section, attach_type) in [(c"fentry/", BPF_TRACE_FENTRY), (c"fexit/", BPF_TRACE_FEXIT)]
@@ -49,19 +49,19 @@ pub(crate) fn target(section: &[u8]) -> Option<&[u8]> {
 }
 
 /// Stores the BTF id of a function.
-pub(crate) fn learn(function: &[u8], number: u32) {
+pub(crate) fn set_btf_id(function: &[u8], number: u32) {
     if let Ok(mut functions) = FUNCTIONS.lock() {
         functions.entry(function.to_vec()).or_insert(number);
     }
 }
 
-/// Returns the BTF id that [`learn`] has stored for a function.
+/// Returns the BTF id that [`set_btf_id`] has stored for a function.
 pub(crate) fn number(function: &[u8]) -> Option<u32> {
     FUNCTIONS.lock().ok()?.get(function).copied()
 }
 
 /// Callback that tells libbpf the BTF id of a program's function, just before libbpf loads the program.
-unsafe extern "C" fn tell_number(
+unsafe extern "C" fn set_attach_btf_id(
     program: *mut bpf_program,
     options: *mut bpf_prog_load_opts,
     _cookie: c_long,

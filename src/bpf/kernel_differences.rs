@@ -8,13 +8,13 @@
 //!
 //! | what | is called | where it is chosen |
 //! |---|---|---|
-//! | a page is read from swap | `swap_readpage(page, …)` until 6.1 → `swap_read_folio(folio, …)`, in 6.12 (c9bdf768dd93) | [`name_here`], swapin |
-//! | a page is written to swap | `swap_writepage` until 6.12 → `swap_writeout`, in 6.18 | [`name_here`], swapin |
-//! | shared memory waits for swap | `shmem_swapin_page` → `shmem_swapin_folio`, 5.18 | [`name_here`], swapin |
+//! | a page is read from swap | `swap_readpage(page, …)` until 6.1 → `swap_read_folio(folio, …)`, in 6.12 (c9bdf768dd93) | [`first_name_in_btf`], swapin |
+//! | a page is written to swap | `swap_writepage` until 6.12 → `swap_writeout`, in 6.18 | [`first_name_in_btf`], swapin |
+//! | shared memory waits for swap | `shmem_swapin_page` → `shmem_swapin_folio`, 5.18 | [`first_name_in_btf`], swapin |
 //! | zswap is asked for a page | `zswap_load`, 6.6; it returned a bool first, and an errno later | `swapin --zswap`, by the type of the result |
-//! | a huge page of the pool is allocated | `alloc_huge_page` → `alloc_hugetlb_folio`, in 6.12 | [`name_here`], hfaults |
-//! | a reserved huge page is written to | `hugetlb_cow` → `hugetlb_wp`, in 6.1 | [`name_here`], hfaults |
-//! | shared memory gets a transparent huge page | `shmem_alloc_hugepage` → `shmem_alloc_hugefolio` → `shmem_alloc_and_add_folio` | [`name_here`], hfaults |
+//! | a huge page of the pool is allocated | `alloc_huge_page` → `alloc_hugetlb_folio`, in 6.12 | [`first_name_in_btf`], hfaults |
+//! | a reserved huge page is written to | `hugetlb_cow` → `hugetlb_wp`, in 6.1 | [`first_name_in_btf`], hfaults |
+//! | shared memory gets a transparent huge page | `shmem_alloc_hugepage` → `shmem_alloc_hugefolio` → `shmem_alloc_and_add_folio` | [`first_name_in_btf`], hfaults |
 //! | anonymous memory gets a multi-size THP | `folio_add_new_anon_rmap`, 6.8 | hfaults, where sysfs has several sizes |
 //! | objects wait in a sheaf until they are freed by `kfree_rcu()` | `__kfree_rcu_sheaf`, in 6.18 | `memleak -k` |
 //! | a program asks which mapping an address is in | `bpf_find_vma()`, 5.17 | ffaults, hfaults and shmsnoop, which without it have a kprobe or less |
@@ -54,6 +54,6 @@
 //! | flags of a fault | macros in 5.10, an enum with the same values since | `ffaults.bpf.c`, `hfaults.bpf.c` |
 //!
 //! [`attach`]: crate::bpf::attach
-//! [`name_here`]: crate::bpf::kernel_support::name_here
+//! [`first_name_in_btf`]: crate::bpf::kernel_support::first_name_in_btf
 //! [`preempts_raw_tracepoints`]: crate::bpf::kernel_support::preempts_raw_tracepoints
 //! [`preempts_system_call_programs`]: crate::bpf::kernel_support::preempts_system_call_programs

@@ -146,7 +146,7 @@ fn is_before(major: u32, minor: u32) -> bool {
 }
 
 /// Prints a note on stderr if BPF programs cannot know whose memory limit a task reclaims for (reclaim.bpf.h).
-pub fn tell_if_limits_are_unknown(tool: &str) {
+pub fn warn_if_no_reclaim_target(tool: &str) {
     if !btf_has_name("target_mem_cgroup") {
         eprintln!("{tool}: this kernel's BTF lacks struct scan_control: LIMITED is not known");
     }
@@ -190,7 +190,7 @@ pub fn btf_has_name(name: &str) -> bool {
 /// Returns this kernel's name of something that was renamed: the first of `names` that is in the kernel's BTF.
 /// `names` begins with the newest name. All known renamed hooks are listed in
 /// [`kernel_differences`](crate::bpf::kernel_differences).
-pub fn name_here(names: &[&'static str]) -> Option<&'static str> {
+pub fn first_name_in_btf(names: &[&'static str]) -> Option<&'static str> {
     names.iter().copied().find(|name| btf_has_name(name))
 }
 

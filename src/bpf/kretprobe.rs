@@ -56,7 +56,7 @@ pub(crate) fn attach(program: &ProgramMut<'_>, function: &str) -> Result<Link> {
     }) {
         Ok(link) => Ok(link),
         Err(error) => {
-            super::attach::verbose(format_args!(
+            super::attach::log_verbose(format_args!(
                 "few instances for the return of {function}: {error:#}"
             ));
             Ok(program.attach_kprobe(true, function)?)

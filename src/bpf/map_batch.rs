@@ -29,7 +29,7 @@ const END: u32 = u32::MAX;
 ///
 /// # Errors
 /// If the map is no hash map, or `each` fails, which ends the reading.
-pub fn read(
+pub fn for_each(
     map: &(impl MapCore + ?Sized),
     each: impl FnMut(&[u8], &[u8]) -> Result<()>,
 ) -> Result<()> {
@@ -39,8 +39,8 @@ pub fn read(
 /// Calls `each` with every key and its value, and removes the entries.
 ///
 /// # Errors
-/// As [`read`]. Entries that had been removed by then are lost.
-pub fn take(
+/// As [`for_each`]. Entries that had been removed by then are lost.
+pub fn drain(
     map: &(impl MapCore + ?Sized),
     each: impl FnMut(&[u8], &[u8]) -> Result<()>,
 ) -> Result<()> {
@@ -53,7 +53,7 @@ pub fn take(
 /// removed entry can also come twice, if two threads read it at the same time. Every other entry comes once.
 ///
 /// # Errors
-/// As [`read`].
+/// As [`for_each`].
 pub fn collect<T: Send>(
     map: &(impl MapCore + ?Sized),
     parse: impl Fn(&[u8], &[u8]) -> Result<T> + Sync,
@@ -73,7 +73,7 @@ fn collect_in<T: Send>(
         let begin = part.saturating_mul(step);
         if part < parts { begin } else { END }
     };
-    let (map, parse) = (&Source::of(map), &parse);
+    let (map, parse) = (&HashMapReader::of(map), &parse);
     thread::scope(|scope| {
         let threads: Vec<_> = (0..parts)
             .map(|part| scope.spawn(move || map.part(begin_of(part), begin_of(part + 1), parse)))
@@ -110,7 +110,7 @@ fn all(
     batch: u32,
     mut each: impl FnMut(&[u8], &[u8]) -> Result<()>,
 ) -> Result<()> {
-    Source::of(map).walk(lookup, batch, 0, |batch| {
+    HashMapReader::of(map).for_each_batch(lookup, batch, 0, |batch| {
         for (key, value) in batch.entries() {
             each(key, value)?;
         }
@@ -129,7 +129,7 @@ type Lookup = unsafe extern "C" fn(
 ) -> i32;
 
 /// A map that is read.
-struct Source<'a> {
+struct HashMapReader<'a> {
     map: BorrowedFd<'a>,
     key_bytes: usize,
     value_bytes: usize,
@@ -137,7 +137,7 @@ struct Source<'a> {
 
 /// Entries that one system call has read: all entries of some buckets.
 struct Batch<'a> {
-    source: &'a Source<'a>,
+    source: &'a HashMapReader<'a>,
     /// The number of the bucket after these, or [`END`].
     next: u32,
     count: usize,
@@ -158,7 +158,7 @@ impl Batch<'_> {
     }
 }
 
-impl<'a> Source<'a> {
+impl<'a> HashMapReader<'a> {
     fn of(map: &'a (impl MapCore + ?Sized)) -> Self {
         Self {
             map: map.as_fd(),
@@ -176,12 +176,12 @@ impl<'a> Source<'a> {
     ) -> Result<Vec<T>> {
         let lookup = libbpf_sys::bpf_map_lookup_batch;
         let mut found = Vec::new();
-        self.walk(lookup, BATCH, from, |batch| {
+        self.for_each_batch(lookup, BATCH, from, |batch| {
             // The kernel does not tell in which bucket an entry is. Entries that a read from `to` on finds are of
             // another part.
             let mut beyond = HashSet::new();
             if batch.next > to {
-                self.walk(lookup, BATCH, to, |other| {
+                self.for_each_batch(lookup, BATCH, to, |other| {
                     beyond.extend(other.keys().map(<[u8]>::to_vec));
                     let more = other.next < batch.next;
                     Ok(if more { Continue(()) } else { Break(()) })
@@ -203,7 +203,7 @@ impl<'a> Source<'a> {
 
     /// Calls `each` with all entries from the bucket `from` on, in batches of at least `batch` entries, until `each`
     /// breaks.
-    fn walk(
+    fn for_each_batch(
         &self,
         lookup: Lookup,
         mut batch: u32,
@@ -215,7 +215,7 @@ impl<'a> Source<'a> {
             ..Default::default()
         };
         // Where the kernel begins to read: for a hash map, the number of a bucket.
-        let mut place = from;
+        let mut bucket = from;
         let mut keys = vec![0; batch as usize * self.key_bytes];
         let mut values = vec![0; batch as usize * self.value_bytes];
         loop {
@@ -226,7 +226,7 @@ impl<'a> Source<'a> {
             let result = unsafe {
                 lookup(
                     self.map.as_raw_fd(),
-                    ptr::from_mut(&mut place).cast(),
+                    ptr::from_mut(&mut bucket).cast(),
                     ptr::from_mut(&mut next).cast(),
                     keys.as_mut_ptr().cast(),
                     values.as_mut_ptr().cast(),
@@ -249,15 +249,15 @@ impl<'a> Source<'a> {
                         .context("failed to read the entries of a map");
                 }
             }
-            place = if result == 0 { next } else { END };
+            bucket = if result == 0 { next } else { END };
             let read = Batch {
                 source: self,
-                next: place,
+                next: bucket,
                 count: count as usize,
                 keys: &keys,
                 values: &values,
             };
-            if each(read)?.is_break() || place == END {
+            if each(read)?.is_break() || bucket == END {
                 return Ok(());
             }
         }

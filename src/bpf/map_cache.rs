@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags};
 
 /// Cache of the entries of one map, as values of type `V`.
-pub struct Recorded<'map, M, V> {
+pub struct EntryCache<'map, M, V> {
     map: &'map M,
     known: HashMap<Vec<u8>, Known<V>>,
     round: u64,
@@ -23,7 +23,7 @@ struct Known<V> {
     removed: bool,
 }
 
-impl<'map, M: MapCore, V: Clone> Recorded<'map, M, V> {
+impl<'map, M: MapCore, V: Clone> EntryCache<'map, M, V> {
     /// Creates an empty cache for this map of the skeleton.
     pub fn new(map: &'map M) -> Self {
         Self {
@@ -112,8 +112,8 @@ mod tests {
     #[test]
     fn what_is_not_asked_for_is_removed_and_known_for_another_round() {
         let Some(map) = numbers(2) else { return };
-        let mut recorded: Recorded<'_, _, Vec<u8>> = Recorded::new(&map);
-        let get = |recorded: &mut Recorded<'_, _, Vec<u8>>, number: u64| {
+        let mut recorded: EntryCache<'_, _, Vec<u8>> = EntryCache::new(&map);
+        let get = |recorded: &mut EntryCache<'_, _, Vec<u8>>, number: u64| {
             let number = number.to_ne_bytes();
             recorded
                 .get(&number, |bytes| Ok(Some(bytes.to_vec())))

@@ -62,7 +62,7 @@ impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
             )
             .context("failed to exchange the maps of counts")?;
         let mut counts = Vec::new();
-        map_batch::take(full, |key, value| {
+        map_batch::drain(full, |key, value| {
             counts.push((*types::view(key)?, *types::view(value)?));
             Ok(())
         })?;

@@ -13,7 +13,7 @@ use crate::bpf::kernel_support;
 ///
 /// Kernels before 6.1 warn once in their log if a tracing program uses such a map. Where a warning stops the machine
 /// (kernel.panic_on_warn), the function returns 0, and the kernel allocates all entries at once.
-pub fn as_needed() -> u32 {
+pub fn no_prealloc_flag() -> u32 {
     // Checked first, as every tool calls this at its start, and searching the kernel's BTF takes longer.
     let panic_on_warn = fs::read_to_string("/proc/sys/kernel/panic_on_warn");
     let stops = panic_on_warn.is_ok_and(|value| value.trim() != "0")
@@ -22,9 +22,9 @@ pub fn as_needed() -> u32 {
 }
 
 /// Clears BPF_F_NO_PREALLOC of an opened object's hash maps, and of the hash maps in its arrays of maps, where
-/// [`as_needed`] returns 0.
-pub(crate) fn choose_when(open: &mut OpenObject) -> Result<()> {
-    if as_needed() != 0 {
+/// [`no_prealloc_flag`] returns 0.
+pub(crate) fn apply_prealloc_policy(open: &mut OpenObject) -> Result<()> {
+    if no_prealloc_flag() != 0 {
         return Ok(());
     }
     for mut map in open.maps_mut() {
@@ -89,7 +89,7 @@ pub fn create(
 ///
 /// # Errors
 /// If libbpf refuses the capacity.
-pub fn size(map: &mut OpenMapMut<'_>, entries: u32) -> Result<()> {
+pub fn set_capacity(map: &mut OpenMapMut<'_>, entries: u32) -> Result<()> {
     map.set_max_entries(entries)
         .with_context(|| format!("failed to size the map {}", map.name().to_string_lossy()))
 }
@@ -108,7 +108,7 @@ pub fn create_before_load(map: &mut OpenMapMut<'_>) -> Result<MapHandle> {
         map.max_entries(),
         map.map_flags(),
     )?;
-    use_instead(map, &made)?;
+    reuse(map, &made)?;
     Ok(made)
 }
 
@@ -116,7 +116,7 @@ pub fn create_before_load(map: &mut OpenMapMut<'_>) -> Result<MapHandle> {
 ///
 /// # Errors
 /// If the skeleton has been loaded, or the map is of another kind.
-pub fn use_instead(map: &mut OpenMapMut<'_>, made: &impl AsFd) -> Result<()> {
+pub fn reuse(map: &mut OpenMapMut<'_>, made: &impl AsFd) -> Result<()> {
     map.reuse_fd(made.as_fd())
         .context("failed to replace a map before load")
 }

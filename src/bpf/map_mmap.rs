@@ -104,7 +104,13 @@ impl MappedArray {
     ///
     /// # Errors
     /// If the array has no such word.
-    pub fn replace(&self, index: usize, offset: usize, current: u64, new: u64) -> Result<bool> {
+    pub fn compare_exchange(
+        &self,
+        index: usize,
+        offset: usize,
+        current: u64,
+        new: u64,
+    ) -> Result<bool> {
         let word = self.word(index, offset)?;
         Ok(word
             .compare_exchange(current, new, Ordering::AcqRel, Ordering::Relaxed)
@@ -172,8 +178,8 @@ mod tests {
         let mapped = MappedArray::new(&map).expect("it can be mapped");
         let old = mapped.word(1, 8).expect("a word").load(Ordering::Relaxed);
         assert_eq!(old, 12 | 13 << 32);
-        assert!(!mapped.replace(1, 8, old + 1, 7).expect("a word"));
-        assert!(mapped.replace(1, 8, old, 7).expect("a word"));
+        assert!(!mapped.compare_exchange(1, 8, old + 1, 7).expect("a word"));
+        assert!(mapped.compare_exchange(1, 8, old, 7).expect("a word"));
         let kernels = map.lookup(&1u32.to_ne_bytes(), libbpf_rs::MapFlags::ANY);
         let kernels = kernels.expect("a lookup").expect("a value");
         assert_eq!(kernels[4..16], [11, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0]);

@@ -18,7 +18,7 @@
 //! | [`map_batch`] | reading of all entries of a map, in batches |
 //! | [`map_counts`] | counts by key since the last read |
 //! | [`map_cache`] | cache of map entries that BPF programs write once and refer to by key, such as names |
-//! | [`room`] | fill levels of the tables that BPF programs add to, and when these tables grow |
+//! | [`fill_level`] | fill levels of the tables that BPF programs add to, and when these tables grow |
 //! | [`map_mmap`] | array maps that are mapped into user space and read without system calls |
 //! | `test_run` | BPF programs that user space runs itself |
 //! | [`program_stats`] | how often the kernel has skipped BPF programs |
@@ -27,6 +27,7 @@ pub mod attach;
 pub(crate) mod btf;
 pub mod btf_subset;
 mod fentry_id;
+pub mod fill_level;
 mod generated;
 pub mod kernel_differences;
 pub mod kernel_support;
@@ -39,7 +40,6 @@ pub mod map_mmap;
 pub mod program_stats;
 pub(crate) mod raw_tracepoint;
 pub mod ring;
-pub mod room;
 pub mod software_event;
 pub(crate) mod test_run;
 pub mod types;

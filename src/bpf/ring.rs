@@ -17,10 +17,10 @@ use crate::run::priority;
 
 /// Events that are passed to a tool at once, at most. Printing this many takes about 10 ms, during which the ring
 /// buffer has space for more.
-const AT_ONCE: usize = 1024;
+const MAX_BATCH: usize = 1024;
 /// Events that may wait in user space. From this number on the ring buffer is not read until some have been passed
 /// on.
-const WAITING: usize = 1 << 17;
+const MAX_QUEUED: usize = 1 << 17;
 
 /// The events of one tool, in the order in which their handlers reserved them.
 pub struct Events<'map, T> {
@@ -86,17 +86,17 @@ impl<'map, T: 'map> Events<'map, T> {
             .context("failed to read the ring buffer")
     }
 
-    /// Reads the ring buffer, unless [`WAITING`] events wait. Returns the first events of the queue, [`AT_ONCE`] at
-    /// most.
+    /// Reads the ring buffer, unless [`MAX_QUEUED`] events wait. Returns the first events of the queue,
+    /// [`MAX_BATCH`] at most.
     fn next(&self) -> Result<IntoIter<T>> {
-        if self.queue.borrow().len() < WAITING {
+        if self.queue.borrow().len() < MAX_QUEUED {
             self.read()?;
         }
-        if self.queue.borrow().len() <= AT_ONCE {
+        if self.queue.borrow().len() <= MAX_BATCH {
             // Taking the whole queue also frees the memory that a burst has taken.
             return Ok(self.queue.take().into_iter());
         }
-        let next: VecDeque<T> = self.queue.borrow_mut().drain(..AT_ONCE).collect();
+        let next: VecDeque<T> = self.queue.borrow_mut().drain(..MAX_BATCH).collect();
         Ok(next.into_iter())
     }
 
@@ -126,7 +126,7 @@ impl<'map, T: 'map> Events<'map, T> {
             let wake = if self.is_idle() {
                 poller.wait(deadline)?
             } else {
-                poller.look(deadline)?
+                poller.poll_now(deadline)?
             };
             each(self.next()?)?;
             if wake.stop || wake.deadline || wake.exited {

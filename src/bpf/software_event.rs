@@ -17,7 +17,7 @@ use crate::host::capabilities;
 use crate::host::cpus::Cpus;
 
 /// Threads that attach programs on CPUs that come online, until [`detach`].
-static FOLLOWERS: Mutex<Vec<Follower>> = Mutex::new(Vec::new());
+static FOLLOWERS: Mutex<Vec<HotplugWatcher>> = Mutex::new(Vec::new());
 
 /// Attaches a program to each event on every CPU. Returns the links of the CPUs that are online now.
 /// [`attach::detach`](crate::bpf::attach::detach) also detaches the program from CPUs that come online later.
@@ -40,7 +40,7 @@ pub fn attach(program: &ProgramMut<'_>, event: Software) -> Result<Vec<Link>> {
         return Ok(links);
     }
     let program = program.as_fd().try_clone_to_owned()?;
-    let follower = Follower::start(cpus, program, event)?;
+    let follower = HotplugWatcher::start(cpus, program, event)?;
     followers().push(follower);
     Ok(links)
 }
@@ -50,7 +50,7 @@ pub(crate) fn detach() {
     followers().clear();
 }
 
-fn followers() -> std::sync::MutexGuard<'static, Vec<Follower>> {
+fn followers() -> std::sync::MutexGuard<'static, Vec<HotplugWatcher>> {
     FOLLOWERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -68,13 +68,13 @@ fn open(event: Software, cpu: usize) -> Result<Counter> {
 }
 
 /// A thread that attaches a program on CPUs as they come online. Dropping it detaches the program from these CPUs.
-struct Follower {
+struct HotplugWatcher {
     /// The write end of a pipe, whose closing stops the thread; None once it is closed.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Follower {
+impl HotplugWatcher {
     fn start(cpus: Cpus, program: OwnedFd, event: Software) -> Result<Self> {
         let (stopped, stop) = pipe().context("failed to open a pipe")?;
         let thread = thread::Builder::new()
@@ -88,7 +88,7 @@ impl Follower {
     }
 }
 
-impl Drop for Follower {
+impl Drop for HotplugWatcher {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
@@ -111,7 +111,7 @@ fn follow(mut cpus: Cpus, stopped: &PipeReader, program: &OwnedFd, event: Softwa
         if sources[0].any() == Some(true) {
             return;
         }
-        for cpu in cpus.came() {
+        for cpu in cpus.newly_online() {
             match attach_on(cpu, program, event) {
                 Ok(counter) => {
                     eprintln!("CPU {cpu} has come online, and is traced from now on");

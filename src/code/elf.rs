@@ -56,7 +56,7 @@ pub fn build_id(file: &File) -> Option<Vec<u8>> {
 /// # Errors
 /// If it is no 64-bit ELF file, or one that is over the limits.
 pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec<Function>> {
-    let elf = Elf::read(file)?.expect_64_bit()?;
+    let elf = Elf::read(file)?.require_64_bit()?;
     let mut sizes: HashMap<(String, u64), u64> = HashMap::new();
     for kind in [raw::SHT_DYNSYM, raw::SHT_SYMTAB] {
         let Some((table, names)) = elf.symbol_table(kind) else {
@@ -80,7 +80,7 @@ pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec
                     return Ok(());
                 };
                 let name = name.split('@').next().unwrap_or(name);
-                if !symbol.resolves
+                if !symbol.is_ifunc
                     && wanted(name, symbol.local)
                     && let Some(offset) = elf.file_offset(symbol.address)
                 {
@@ -121,7 +121,7 @@ fn first_page(elf: &Elf) -> Result<u64> {
 /// # Errors
 /// If it is no 64-bit ELF file, or one that is over the limits.
 pub fn loaded_bytes(file: &File) -> Result<u64> {
-    let elf = Elf::read(file)?.expect_64_bit()?;
+    let elf = Elf::read(file)?.require_64_bit()?;
     let first = first_page(&elf)?;
     let loaded = elf.segments.iter().filter(|segment| segment.is_loaded());
     let end = loaded.map(|segment| segment.address.saturating_add(segment.memory_size));
@@ -136,7 +136,7 @@ pub fn loaded_bytes(file: &File) -> Result<u64> {
 pub fn variables(file: &File, places: &BTreeSet<u64>) -> Result<HashMap<u64, (String, u64)>> {
     /// Bytes of a name that are read.
     const NAME: u64 = 512;
-    let elf = Elf::read(file)?.expect_64_bit()?;
+    let elf = Elf::read(file)?.require_64_bit()?;
     let first = first_page(&elf)?;
     let mut found = HashMap::new();
     for kind in [raw::SHT_SYMTAB, raw::SHT_DYNSYM] {
@@ -222,7 +222,7 @@ impl CodeSegment {
 /// # Errors
 /// If it is no 64-bit ELF file, or one that is over the limits.
 pub fn code_segments(file: &File) -> Result<Vec<CodeSegment>> {
-    Elf::read(file)?.expect_64_bit()?.code()
+    Elf::read(file)?.require_64_bit()?.code()
 }
 
 /// Converts an offset of code in a file to an address in the file's own address space, which jumps are relative to.
@@ -260,7 +260,7 @@ pub fn is_go(file: &File) -> bool {
 
 /// Which interpreters a file may hold, or use from another file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct MayHold {
+pub struct InterpreterHints {
     /// CPython.
     pub python: bool,
     /// HotSpot, the Java virtual machine.
@@ -269,7 +269,7 @@ pub struct MayHold {
 
 /// Returns which interpreters a file may hold, by names that the file exports or needs. HotSpot exports such a name
 /// for debuggers.
-pub fn may_hold(file: &File) -> MayHold {
+pub fn may_hold(file: &File) -> InterpreterHints {
     const NAMES: &str = ".dynstr";
     let contents = |elf: &Elf<'_>| elf.contents(elf.section(NAMES)?, MAX_DYNAMIC_NAMES).ok();
     let names = Elf::read(file).ok().and_then(|elf| contents(&elf));
@@ -277,7 +277,7 @@ pub fn may_hold(file: &File) -> MayHold {
         let found = names.as_ref().map(|names| memmem::find(names, name));
         found.flatten().is_some()
     };
-    MayHold {
+    InterpreterHints {
         python: has(b"\0_PyRuntime\0"),
         hotspot: has(b"\0gHotSpotVMStructs\0"),
     }
@@ -288,7 +288,7 @@ pub fn may_hold(file: &File) -> MayHold {
 /// # Errors
 /// If it is no 64-bit ELF file, or ends before the name does.
 pub fn interpreter(file: &File) -> Result<Option<Vec<u8>>> {
-    let elf = Elf::read(file)?.expect_64_bit()?;
+    let elf = Elf::read(file)?.require_64_bit()?;
     let mut segments = elf.segments.iter();
     let Some(segment) = segments.find(|segment| segment.kind == raw::PT_INTERP) else {
         return Ok(None);

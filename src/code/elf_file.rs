@@ -71,7 +71,7 @@ pub(crate) struct Symbol {
     pub(crate) size: u64,
     pub(crate) local: bool,
     /// Whether the symbol is a resolver (IFUNC), whose code chooses the function, and is not the function.
-    pub(crate) resolves: bool,
+    pub(crate) is_ifunc: bool,
 }
 
 /// An ELF file's headers, and where its parts are read from.
@@ -137,7 +137,7 @@ impl<'a> Elf<'a> {
     ///
     /// # Errors
     /// If the file is of another word size.
-    pub(crate) fn expect_64_bit(self) -> Result<Self> {
+    pub(crate) fn require_64_bit(self) -> Result<Self> {
         ensure!(self.is_64, "not a 64-bit ELF file");
         Ok(self)
     }
@@ -447,7 +447,7 @@ fn symbol_of<Symbol_: Sym<Endian = Endianness>>(symbol: &Symbol_, endian: Endian
         address: symbol.st_value(endian).into(),
         size: symbol.st_size(endian).into(),
         local: symbol.st_bind() == raw::STB_LOCAL,
-        resolves: symbol.st_type() == raw::STT_GNU_IFUNC,
+        is_ifunc: symbol.st_type() == raw::STT_GNU_IFUNC,
     }
 }
 

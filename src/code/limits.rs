@@ -58,7 +58,7 @@ impl Deadline {
     /// If the time for the file is over, or a signal has asked for the end and the time for all files since then is
     /// over.
     pub(crate) fn check(self) -> Result<()> {
-        expect_no_end()?;
+        check_interrupted()?;
         ensure!(
             cpu_time() <= self.0,
             "it takes more than {} s to read",
@@ -72,7 +72,7 @@ impl Deadline {
 ///
 /// # Errors
 /// If a signal has asked for the end, and the time for all files since then is over.
-pub(crate) fn expect_no_end() -> Result<()> {
+pub(crate) fn check_interrupted() -> Result<()> {
     static ASKED: OnceLock<Instant> = OnceLock::new();
     if end_is_asked_for() {
         let asked = ASKED.get_or_init(Instant::now);

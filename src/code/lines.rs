@@ -148,5 +148,5 @@ impl Sections {
 }
 
 fn within(text: &str, bytes: usize) -> String {
-    text::cut(text, bytes).to_owned()
+    text::truncate(text, bytes).to_owned()
 }

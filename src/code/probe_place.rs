@@ -27,7 +27,7 @@ const HEAD: usize = 64;
 
 /// Wanted place of a probe in a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wish {
+pub enum Preference {
     /// The place where the probe costs least.
     Cheap,
     /// The entry, or the nearest safe place behind it.
@@ -36,13 +36,13 @@ pub enum Wish {
 
 /// The instruction of a function to probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ProbePlace {
+pub struct ProbePoint {
     /// The instruction's offset from the entry, in bytes.
     pub offset: u64,
     pub(super) held_by: [u8; held::ARGUMENTS],
 }
 
-impl ProbePlace {
+impl ProbePoint {
     /// The entry, where each argument is in its own register.
     pub const ENTRY: Self = Self {
         offset: 0,
@@ -64,8 +64,8 @@ impl ProbePlace {
 pub fn places(
     file: &File,
     functions: &[(&Function, Vec<u8>)],
-    wish: Wish,
-) -> Result<Vec<Option<ProbePlace>>> {
+    wish: Preference,
+) -> Result<Vec<Option<ProbePoint>>> {
     let segments = elf::code_segments(file)?;
     let entries: Vec<Option<u64>> = functions
         .iter()
@@ -79,11 +79,11 @@ pub fn places(
             .with_context(|| format!("failed to read the code of {}", function.name))?;
         let code = function.code(file)?;
         // Not all jumps into the function can be found, so only the entry is safe.
-        let unknown = entry.is_none() || jumps::lead_anywhere(&code);
+        let unknown = entry.is_none() || jumps::has_indirect_jump(&code);
         let nearest = entry::nearest(&head[..length], *CHANGES_NOPS);
         let nearest = nearest.filter(|place| place.offset == 0 || !unknown);
         let best = match wish {
-            Wish::Cheap if !unknown => entry::candidate(&code, arguments),
+            Preference::Cheap if !unknown => entry::candidate(&code, arguments),
             _ => None,
         };
         nearest_places.push(nearest);
@@ -105,7 +105,7 @@ pub fn places(
 
 /// Returns the place to try next if a jump leads behind the entry, up to `wrong`: the nearest place to the entry, and
 /// no place after that.
-fn next_place(wrong: Option<ProbePlace>, nearest: Option<ProbePlace>) -> Option<ProbePlace> {
+fn next_place(wrong: Option<ProbePoint>, nearest: Option<ProbePoint>) -> Option<ProbePoint> {
     nearest.filter(|nearest| wrong.is_some_and(|wrong| nearest.offset < wrong.offset))
 }
 
@@ -115,7 +115,7 @@ fn led_into(
     file: &File,
     segments: &[CodeSegment],
     entries: &[Option<u64>],
-    places: &[Option<ProbePlace>],
+    places: &[Option<ProbePoint>],
 ) -> Result<Vec<usize>> {
     let windows: Vec<(Range<u64>, usize)> = places
         .iter()
@@ -126,7 +126,7 @@ fn led_into(
             (offset > 0).then_some((entry + 1..entry + offset + 1, index))
         })
         .collect();
-    jumps::lead_into(file, segments, windows)
+    jumps::windows_with_jump_target(file, segments, windows)
 }
 
 #[cfg(test)]
@@ -136,9 +136,9 @@ mod tests {
     #[test]
     fn each_place_is_tried_once() {
         let at = |offset| {
-            Some(ProbePlace {
+            Some(ProbePoint {
                 offset,
-                ..ProbePlace::ENTRY
+                ..ProbePoint::ENTRY
             })
         };
         assert_eq!(next_place(at(9), at(5)), at(5));

@@ -27,10 +27,10 @@ const FUNCTION: usize = size_of::<Sym>() + size_of::<usize>();
 /// begins, or in the next one.
 const BLOCK: usize = limits::MAX_NAME;
 /// Leading underscores of a name that are counted at most.
-const MOST_UNDERSCORES: usize = 4;
+const MAX_UNDERSCORES: usize = 4;
 /// Bytes of names that are read at a time to see how some names begin, and how many such pieces are kept.
 const PIECE: u32 = 1 << 10;
-const MOST_PIECES: usize = 1 << 12;
+const MAX_PIECES: usize = 1 << 12;
 /// Functions that are written at a time.
 const CHUNK: usize = 1 << 14;
 /// The names of the copy's sections, each after a NUL.
@@ -106,8 +106,8 @@ impl SymbolCopy {
         let headers = size_of::<FileHeader>()
             + elf.segments.len() * size_of::<ProgramHeader>()
             + MAX_SECTIONS * size_of::<SectionHeader>();
-        writer.place(headers as u64);
-        let at = writer.place(SECTION_NAMES.len() as u64);
+        writer.reserve(headers as u64);
+        let at = writer.reserve(SECTION_NAMES.len() as u64);
         writer.file.write_all_at(SECTION_NAMES, at)?;
         let length = SECTION_NAMES.len() as u64;
         writer.add(section_header(b".shstrtab", raw::SHT_STRTAB, at, length));
@@ -123,7 +123,7 @@ impl SymbolCopy {
 
 impl Writer<'_> {
     /// Reserves `length` bytes in the copy, aligned as blazesym wants it, and returns their offset.
-    fn place(&mut self, length: u64) -> u64 {
+    fn reserve(&mut self, length: u64) -> u64 {
         let at = self.end.next_multiple_of(BLOCK as u64);
         self.end = at + length;
         at
@@ -160,7 +160,7 @@ impl Writer<'_> {
         self.take(functions.len() * FUNCTION)?;
 
         let length = (functions.len() * size_of::<Sym>()) as u64;
-        let at = self.place(length);
+        let at = self.reserve(length);
         let mut to = at;
         for chunk in functions.chunks(CHUNK) {
             let symbols: Vec<Sym> = chunk.iter().map(Function::symbol).collect();
@@ -168,7 +168,7 @@ impl Writer<'_> {
             to += size_of_val(&*symbols) as u64;
         }
         self.add(section_header(titles[0], kind, at, length));
-        let to = self.place(names.size);
+        let to = self.reserve(names.size);
         self.add(section_header(titles[1], raw::SHT_STRTAB, to, names.size));
         self.names(names, to, &functions)
     }
@@ -305,7 +305,7 @@ impl<'a> Beginnings<'a> {
     /// Returns up to four bytes of the name at the offset `name` among the names.
     fn at(&mut self, name: u32) -> Result<&[u8]> {
         let number = name / PIECE;
-        if self.pieces.len() >= MOST_PIECES && !self.pieces.contains_key(&number) {
+        if self.pieces.len() >= MAX_PIECES && !self.pieces.contains_key(&number) {
             self.pieces.clear();
         }
         let piece = match self.pieces.entry(number) {
@@ -313,7 +313,7 @@ impl<'a> Beginnings<'a> {
             Entry::Vacant(piece) => {
                 self.elf.deadline.check()?;
                 let start = u64::from(number) * u64::from(PIECE);
-                let length = u64::from(PIECE) + MOST_UNDERSCORES as u64;
+                let length = u64::from(PIECE) + MAX_UNDERSCORES as u64;
                 let length = length.min(self.section.size.saturating_sub(start));
                 let bytes = self
                     .elf
@@ -323,7 +323,7 @@ impl<'a> Beginnings<'a> {
             }
         };
         let start = piece.len().min((name % PIECE) as usize);
-        let end = piece.len().min(start + MOST_UNDERSCORES);
+        let end = piece.len().min(start + MAX_UNDERSCORES);
         Ok(&piece[start..end])
     }
 }
@@ -447,7 +447,7 @@ mod tests {
 
         for function in &functions {
             let at = names.file_offset + u64::from(function.name);
-            let there = elf.bytes(at, MOST_UNDERSCORES).expect("a name");
+            let there = elf.bytes(at, MAX_UNDERSCORES).expect("a name");
             assert_eq!(beginnings.at(function.name).expect("a name"), there);
         }
     }

@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use anyhow::{Result, ensure};
 use jiff::Zoned;
 
-use crate::export::earlier::Earlier;
+use crate::export::atomic_file::Refreshed;
 use crate::export::perfetto::Heaps;
-use crate::export::profile::{Profile, Sample, Value};
-use crate::export::replace::Refreshed;
+use crate::export::profile::{Profile, Sample, ValueType};
+use crate::export::saved_profile::SavedProfile;
 use crate::export::{flame, pprof};
 use crate::print::clock;
 use crate::stacks::symbolize::{SourceArgs, Symbolizer};
@@ -44,11 +44,11 @@ impl ExportArgs {
     /// # Errors
     /// See [`Symbolizer::with_source`].
     pub fn with_source(&self, symbolizer: Symbolizer) -> Result<Symbolizer> {
-        symbolizer.with_source(self.source, self.any())
+        symbolizer.with_source(self.source, self.is_enabled())
     }
 
     /// Whether any file is asked for.
-    pub fn any(&self) -> bool {
+    pub fn is_enabled(&self) -> bool {
         self.flame.is_some() || self.pprof.is_some()
     }
 
@@ -62,7 +62,7 @@ impl ExportArgs {
             let write: Writer = match &self.flame_base {
                 None => Box::new(flame::write),
                 Some(base) => {
-                    let base = Earlier::read(base)?;
+                    let base = SavedProfile::read(base)?;
                     Box::new(move |profile, out| flame::write_difference(&base, profile, out))
                 }
             };
@@ -92,13 +92,13 @@ pub struct Exports {
 
 /// Description of the numbers of a report.
 #[derive(Debug, Clone)]
-pub struct Subject {
+pub struct ProfileInfo {
     /// The numbers in words, such as `outstanding allocations`.
     pub name: String,
     /// Kinds of the numbers that each stack has.
-    pub values: Vec<Value>,
+    pub values: Vec<ValueType>,
     /// Index of the value that is shown unless another one is asked for.
-    pub main: usize,
+    pub main_value: usize,
     /// Whether a stack's name is that of a thread, not of its process.
     pub by_thread: bool,
     /// Remarks for the reader of the numbers, such as that they are estimates.
@@ -107,7 +107,7 @@ pub struct Subject {
 
 impl Exports {
     /// Whether there are any files to write.
-    pub fn any(&self) -> bool {
+    pub fn is_enabled(&self) -> bool {
         !self.files.is_empty() || self.heaps.is_some()
     }
 
@@ -127,7 +127,7 @@ impl Exports {
     }
 
     /// Makes the profile of a report from its stacks and the description of their numbers.
-    pub fn profile(&self, subject: Subject, samples: Vec<Sample>) -> Profile {
+    pub fn profile(&self, subject: ProfileInfo, samples: Vec<Sample>) -> Profile {
         Profile {
             tool: self.tool,
             target: self.target.clone(),
@@ -135,7 +135,7 @@ impl Exports {
             since: self.since.clone(),
             until: clock::now(),
             values: subject.values,
-            main: subject.main,
+            main_value: subject.main_value,
             by_thread: subject.by_thread,
             samples,
             remarks: subject.remarks,
@@ -144,7 +144,7 @@ impl Exports {
 
     /// Writes a report's stacks into the files. After a failure the trace goes on. The reason is printed at once and
     /// returned by [`Exports::finish`].
-    pub fn write(&mut self, subject: Subject, samples: Vec<Sample>) {
+    pub fn write(&mut self, subject: ProfileInfo, samples: Vec<Sample>) {
         let profile = self.profile(subject, samples);
         self.write_profile(&profile);
     }
@@ -191,10 +191,10 @@ mod tests {
         };
         let mut exports = args.prepare("faults", "pid 7".into()).expect("writable");
         folder.close().expect("it is ours");
-        let subject = Subject {
+        let subject = ProfileInfo {
             name: "page faults".into(),
-            values: vec![Value::count("faults", "faults")],
-            main: 0,
+            values: vec![ValueType::count("faults", "faults")],
+            main_value: 0,
             by_thread: false,
             remarks: Vec::new(),
         };

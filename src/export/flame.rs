@@ -8,9 +8,9 @@ use inferno::flamegraph::color::{BasicPalette, Color, Palette, PaletteMap};
 use inferno::flamegraph::{self, Options, TextTruncateDirection};
 use nix::unistd;
 
-use crate::export::earlier::Earlier;
 use crate::export::folded::{self, Folded};
 use crate::export::profile::Profile;
+use crate::export::saved_profile::SavedProfile;
 use crate::print::{clock, text};
 use crate::stacks::named::NamedStack;
 
@@ -45,7 +45,7 @@ pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
 ///
 /// # Errors
 /// If the profiles cannot be compared, or `out` cannot be written to.
-pub fn write_difference(base: &Earlier, profile: &Profile, out: &mut dyn Write) -> Result<()> {
+pub fn write_difference(base: &SavedProfile, profile: &Profile, out: &mut dyn Write) -> Result<()> {
     Graph::of_difference(base, profile)?.draw(out)
 }
 
@@ -67,7 +67,11 @@ impl Graph {
         let mut colors = Vec::new();
         let mut lines = Vec::new();
         for sample in &profile.samples {
-            let weight = sample.values.get(profile.main).copied().unwrap_or_default();
+            let weight = sample
+                .values
+                .get(profile.main_value)
+                .copied()
+                .unwrap_or_default();
             if weight > 0 {
                 color(&sample.stack, &mut colors);
                 let line = Folded {
@@ -88,11 +92,14 @@ impl Graph {
     }
 
     /// Makes the graph of the profile's main value, with two weights on each line: before, and now.
-    fn of_difference(base: &Earlier, profile: &Profile) -> Result<Self> {
+    fn of_difference(base: &SavedProfile, profile: &Profile) -> Result<Self> {
         let mut lines = Vec::new();
         for change in base.changes(profile)? {
-            let [before, now] = [&change.before, &change.now]
-                .map(|values| values.get(profile.main).map_or(0, |value| (*value).max(0)));
+            let [before, now] = [&change.before, &change.now].map(|values| {
+                values
+                    .get(profile.main_value)
+                    .map_or(0, |value| (*value).max(0))
+            });
             // A stack without a value now would have no width.
             if now > 0 {
                 let functions = change.names.frames.iter().rev();
@@ -160,8 +167,8 @@ impl Graph {
 }
 
 fn counted(profile: &Profile) -> &'static str {
-    let main = profile.values.get(profile.main);
-    main.map_or("", |value| value.counted)
+    let main = profile.values.get(profile.main_value);
+    main.map_or("", |value| value.count_name)
 }
 
 /// Returns the subtitle: host, time and sum, and the remarks of the profile.
@@ -173,7 +180,7 @@ fn subtitle(profile: &Profile) -> String {
         profile.until.date(),
         clock::time_of_day(&profile.since),
         clock::time_of_day(&profile.until),
-        profile.total(profile.main),
+        profile.total(profile.main_value),
         counted(profile),
     );
     for remark in &profile.remarks {
@@ -211,7 +218,7 @@ fn valid_xml(line: String) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::export::profile::{Sample, Value};
+    use crate::export::profile::{Sample, ValueType};
     use crate::stacks::named::{Frame, FrameKind, Part};
 
     fn profile(samples: Vec<Sample>) -> Profile {
@@ -222,8 +229,11 @@ mod tests {
             subject: "calls of brk(2)".into(),
             since: time.parse().expect("a time"),
             until: time.parse().expect("a time"),
-            values: vec![Value::count("brk_calls", "calls"), Value::bytes("growth")],
-            main: 0,
+            values: vec![
+                ValueType::count("brk_calls", "calls"),
+                ValueType::bytes("growth"),
+            ],
+            main_value: 0,
             by_thread: false,
             samples,
             remarks: vec!["estimated".into()],

@@ -11,18 +11,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use crate::export::replace::Refreshed;
+use crate::export::atomic_file::Refreshed;
 use crate::print::histogram::Histogram;
 
 /// Limit on the series of one family, without those of `other`: Prometheus keeps each series for weeks. A name that
 /// comes when the limit is reached is counted as `other` from then on.
-const MOST_SERIES: usize = 100;
-/// Value of the first label for everything beyond [`MOST_SERIES`].
+const MAX_SERIES: usize = 100;
+/// Value of the first label for everything beyond [`MAX_SERIES`].
 const OTHER: &str = "other";
 /// Minimum time between two writes of the file.
 const PAUSE: Duration = Duration::from_millis(500);
 /// Interval at which a tool without reports at intervals checks for something to write.
-pub const LOOK: Duration = Duration::from_secs(1);
+pub const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Upper bounds of the buckets of durations, as exponents of two in nanoseconds: from 1 microsecond to 69 seconds,
 /// each four times the one before.
 const BUCKETS: [usize; 14] = [10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36];
@@ -48,7 +48,7 @@ impl MetricsArgs {
             tool,
             kept: families
                 .iter()
-                .map(|family| (family.name, Kept::of(family)))
+                .map(|family| (family.name, FamilySeries::of(family)))
                 .collect(),
             written: None,
         };
@@ -105,14 +105,14 @@ impl Amount {
 
 /// Numbers of one family, by the values of its labels.
 #[derive(Debug)]
-struct Kept {
+struct FamilySeries {
     family: &'static Family,
     series: BTreeMap<Vec<String>, Amount>,
     /// Amounts of label values that have no series yet.
-    new: HashMap<Vec<String>, Amount>,
+    pending: HashMap<Vec<String>, Amount>,
 }
 
-impl Kept {
+impl FamilySeries {
     fn of(family: &'static Family) -> Self {
         let mut series = BTreeMap::new();
         if family.labels.is_empty() {
@@ -122,7 +122,7 @@ impl Kept {
         Self {
             family,
             series,
-            new,
+            pending: new,
         }
     }
 
@@ -130,16 +130,16 @@ impl Kept {
         let key: Vec<String> = labels.iter().map(|&label| label.to_owned()).collect();
         match self.series.get(&key) {
             Some(_) => self.series.entry(key).or_default(),
-            None => self.new.entry(key).or_default(),
+            None => self.pending.entry(key).or_default(),
         }
     }
 
     /// Makes series of the new amounts, the largest first, up to the limit. Adds the rest to `other`.
     fn settle(&mut self) {
-        let mut new: Vec<_> = self.new.drain().collect();
+        let mut new: Vec<_> = self.pending.drain().collect();
         new.sort_by(|(a, of_a), (b, of_b)| (Reverse(of_a.sum), a).cmp(&(Reverse(of_b.sum), b)));
         for (mut key, amount) in new {
-            if self.series.len() >= MOST_SERIES
+            if self.series.len() >= MAX_SERIES
                 && let Some(first) = key.first_mut()
             {
                 OTHER.clone_into(first);
@@ -219,27 +219,27 @@ fn seconds(ns: u64) -> String {
 pub struct Metrics {
     file: Option<Refreshed>,
     tool: &'static str,
-    kept: BTreeMap<&'static str, Kept>,
+    kept: BTreeMap<&'static str, FamilySeries>,
     /// Time of the last write of the file.
     written: Option<Instant>,
 }
 
 impl Metrics {
     /// Whether there is a file to write.
-    pub fn any(&self) -> bool {
+    pub fn is_enabled(&self) -> bool {
         self.file.is_some()
     }
 
     /// Adds to a sum. `labels` are the values of the family's labels.
     pub fn add(&mut self, family: &'static Family, labels: &[&str], amount: u64) {
-        if self.any() {
+        if self.is_enabled() {
             self.of(family).at(labels).sum += amount;
         }
     }
 
     /// Adds one duration, in nanoseconds, to a histogram.
     pub fn observe(&mut self, family: &'static Family, labels: &[&str], ns: u64) {
-        if self.any() {
+        if self.is_enabled() {
             let amount = self.of(family).at(labels);
             amount.sum += ns;
             amount.durations.add(ns);
@@ -248,7 +248,7 @@ impl Metrics {
 
     /// Replaces a sum that the BPF program adds up itself.
     pub fn set(&mut self, family: &'static Family, labels: &[&str], sum: u64) {
-        if self.any() {
+        if self.is_enabled() {
             self.of(family).at(labels).sum = sum;
         }
     }
@@ -261,7 +261,7 @@ impl Metrics {
         durations: Histogram,
         sum: u64,
     ) {
-        if self.any() {
+        if self.is_enabled() {
             *self.of(family).at(labels) = Amount { sum, durations };
         }
     }
@@ -271,9 +271,9 @@ impl Metrics {
         self.set(&LOST, &[what, self.tool], lost);
     }
 
-    fn of(&mut self, family: &'static Family) -> &mut Kept {
+    fn of(&mut self, family: &'static Family) -> &mut FamilySeries {
         let kept = self.kept.entry(family.name);
-        kept.or_insert_with(|| Kept::of(family))
+        kept.or_insert_with(|| FamilySeries::of(family))
     }
 
     /// Writes the file, unless it was written within the last half second. After a failure the trace goes on. The
@@ -406,7 +406,7 @@ mod tests {
             .map(|line| line.rsplit_once(' ').expect("a value"))
             .map(|(name, sum)| (name, sum.parse().expect("a number")))
             .collect();
-        assert_eq!(sums.len(), MOST_SERIES + 1);
+        assert_eq!(sums.len(), MAX_SERIES + 1);
         let all: u64 = sums.iter().map(|(_, sum)| sum).sum();
         assert_eq!(all, 1008 * 1009 / 2 + 1_000_001);
         assert!(sums.contains(&("x_faults_total{comm=\"comm1008\",type=\"minor\"}", 1009)));
@@ -418,7 +418,7 @@ mod tests {
     fn without_a_file_nothing_is_kept() {
         let mut metrics = MetricsArgs::default().open("x", &[&FAULTS]).expect("none");
         metrics.add(&FAULTS, &["a", "minor"], 7);
-        assert!(metrics.of(&FAULTS).new.is_empty());
+        assert!(metrics.of(&FAULTS).pending.is_empty());
         metrics.finish().expect("nothing to write");
     }
 }

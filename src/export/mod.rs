@@ -7,13 +7,13 @@
 //! | [`files`] | options that write files, and the files of a run |
 //! | [`profile`] | stacks, numbers and subject of a report, which each file format is written from |
 //! | [`flame`] | flame graphs |
-//! | [`earlier`] | profiles of earlier runs, to compare reports with |
+//! | [`saved_profile`] | profiles of earlier runs, to compare reports with |
 //! | [`pprof`] | profiles in pprof's format |
 //! | [`perfetto`] | timelines, and heap profiles on them, for ui.perfetto.dev |
 //! | [`metrics`] | sums for Prometheus |
-//! | [`replace`] | files that are written whole or not at all |
+//! | [`atomic_file`] | files that are written whole or not at all |
 
-pub mod earlier;
+pub mod atomic_file;
 pub mod files;
 pub mod flame;
 pub mod folded;
@@ -24,5 +24,5 @@ mod pprof_difference;
 mod pprof_message;
 mod pprof_text;
 pub mod profile;
-pub mod replace;
+pub mod saved_profile;
 pub mod text;

@@ -47,7 +47,7 @@ impl Encoded {
     /// Subtracts an earlier profile of the same run from this one. The numbers of a stack are below 0 where it has
     /// less than before. Stacks that have not changed are left out.
     pub fn since(&self, earlier: &Self) -> Self {
-        Self(difference::of(&earlier.0, &self.0))
+        Self(difference::subtract(&earlier.0, &self.0))
     }
 
     /// Writes the profile as text, as Go programs do. Returns false, and writes nothing, if the profile is not of a
@@ -117,7 +117,7 @@ impl Builder {
             .iter()
             .map(|value| self.value_type(value.kind, value.unit))
             .collect();
-        if let Some(main) = profile.values.get(profile.main) {
+        if let Some(main) = profile.values.get(profile.main_value) {
             self.message.default_sample_type = self.string(main.kind);
             self.message.period_type = Some(self.value_type("space", "bytes"));
         }
@@ -362,7 +362,11 @@ fn largest_program(profile: &Profile) -> Option<&MappedCode> {
     for sample in &profile.samples {
         if let Some(program) = &sample.stack.program {
             let sum = sums.entry(program.file.number).or_insert((0, program));
-            sum.0 += sample.values.get(profile.main).copied().unwrap_or_default();
+            sum.0 += sample
+                .values
+                .get(profile.main_value)
+                .copied()
+                .unwrap_or_default();
         }
     }
     let largest = sums

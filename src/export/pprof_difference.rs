@@ -17,7 +17,7 @@ type MappingKey = (i64, i64, u64);
 type SampleKey = (Vec<u64>, Vec<(i64, i64, i64)>);
 
 /// Subtracts the earlier profile from the later one. Samples whose values are all 0 are left out.
-pub(super) fn of(earlier: &Profile, later: &Profile) -> Profile {
+pub(super) fn subtract(earlier: &Profile, later: &Profile) -> Profile {
     let mut sums = Sums::of(later);
     let numbers = Numbers::translated(earlier, &mut sums.tables);
     for sample in &earlier.sample {
@@ -294,7 +294,7 @@ mod tests {
     fn what_is_gone_is_below_0_and_what_stayed_is_left_out() {
         let earlier = profile(0x1000, 5, &[("gone", 7), ("stays", 11), ("grows", 13)]);
         let later = profile(0x9000, 8, &[("grows", 30), ("new", 23), ("stays", 11)]);
-        let between = of(&earlier, &later);
+        let between = subtract(&earlier, &later);
         let mut stacks = Vec::new();
         for sample in &between.sample {
             let location = &between.location[sample.location_id[0] as usize - 1];
@@ -313,7 +313,7 @@ mod tests {
     #[test]
     fn nothing_has_changed_from_a_profile_to_itself() {
         let profile = profile(0x1000, 5, &[("a", 7), ("bb", 11)]);
-        let between = of(&profile, &profile);
+        let between = subtract(&profile, &profile);
         assert!(between.sample.is_empty(), "{between:?}");
         assert_eq!(between.location.len(), 2);
     }
@@ -350,7 +350,7 @@ mod tests {
     fn lines_of_an_interpreted_function_are_told_apart() {
         let earlier = interpreted(&[(10, 100), (20, 200), (30, 7)]);
         let later = interpreted(&[(20, 205), (10, 100)]);
-        let between = of(&earlier, &later);
+        let between = subtract(&earlier, &later);
         let lines = between.sample.iter().map(|sample| {
             let location = &between.location[sample.location_id[0] as usize - 1];
             (location.line[0].line, sample.value[0])

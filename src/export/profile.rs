@@ -6,22 +6,22 @@ use crate::stacks::named::{NamedStack, Part};
 
 /// Kind and unit of the numbers of stacks, by the names that pprof's format gives to both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Value {
+pub struct ValueType {
     /// The name that the format has for the value, such as `inuse_space`.
     pub kind: &'static str,
     /// The unit, such as `bytes` or `count`.
     pub unit: &'static str,
     /// Name of one unit in a flame graph, such as `bytes` or `faults`.
-    pub counted: &'static str,
+    pub count_name: &'static str,
 }
 
-impl Value {
-    /// Makes a value of unit `count`. `kind` is its name in pprof's format, `counted` its name in a flame graph.
+impl ValueType {
+    /// Makes a value of unit `count`. `kind` is its name in pprof's format, `count_name` its name in a flame graph.
     pub const fn count(kind: &'static str, counted: &'static str) -> Self {
         Self {
             kind,
             unit: "count",
-            counted,
+            count_name: counted,
         }
     }
 
@@ -30,7 +30,7 @@ impl Value {
         Self {
             kind,
             unit: "bytes",
-            counted: "bytes",
+            count_name: "bytes",
         }
     }
 }
@@ -58,9 +58,9 @@ pub struct Profile {
     /// End of the period that the numbers cover.
     pub until: Zoned,
     /// Kinds of the numbers that each stack has.
-    pub values: Vec<Value>,
+    pub values: Vec<ValueType>,
     /// Index of the value that is shown unless another one is asked for.
-    pub main: usize,
+    pub main_value: usize,
     /// Whether a stack's name is that of a thread, not of its process.
     pub by_thread: bool,
     /// The stacks.

@@ -80,7 +80,7 @@ fn frame_of_block(frame: &Frame, style: BlockStyle, block: &mut String) {
     } else {
         ""
     };
-    let place = frame.place();
+    let place = frame.source_location();
     let language = frame.language().map(|language| format!(" [{language}]"));
     let language = language.unwrap_or_default();
     let own = format!("{}{suffix}{place}{language}", name(frame, style.offsets));

@@ -79,7 +79,7 @@ impl Area {
     }
 
     /// Whether the area is private memory without a file, which is what allocators map.
-    pub fn is_private_memory(&self) -> bool {
+    pub fn is_private_anonymous(&self) -> bool {
         let name = self.name();
         let anonymous = name.is_empty() || name == b"[heap]" || name.starts_with(b"[anon:");
         anonymous && !self.shared && !self.has_file()
@@ -106,8 +106,8 @@ mod tests {
             panic!("three areas: {areas:?}");
         };
         assert!(code.readable && !code.writable && code.mapping.executable && code.has_file());
-        assert!(heap.is_private_memory() && heap.writable && !heap.has_file());
-        assert!(shared.shared && shared.has_file() && !shared.is_private_memory());
+        assert!(heap.is_private_anonymous() && heap.writable && !heap.has_file());
+        assert!(shared.shared && shared.has_file() && !shared.is_private_anonymous());
     }
 
     #[test]

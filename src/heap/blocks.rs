@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::heap::page_table::{PAGE, PageTable};
+use crate::heap::page_index::{PAGE, PageIndex};
 
 /// Block of memory that the program has allocated and not freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,7 +119,7 @@ pub struct Heap {
     /// These blocks are not in [`blocks`](Heap::blocks), and lie outside of [`regions`](Heap::regions).
     pub in_doubt: Vec<Block>,
     blocks: Vec<Block>,
-    index: PageTable,
+    index: PageIndex,
     /// Indexes of blocks that have further pages, which are not in `index`. In order.
     large: Vec<u32>,
 }
@@ -132,7 +132,7 @@ impl Heap {
     /// Makes a heap of these blocks, which must not overlap. They need not be in order.
     pub fn new(mut blocks: Vec<Block>, coverage: Coverage) -> Self {
         blocks.sort_unstable_by_key(|block| block.address);
-        let (mut index, mut large) = (PageTable::default(), Vec::new());
+        let (mut index, mut large) = (PageIndex::default(), Vec::new());
         for (number, block) in (0..).zip(&blocks) {
             let last = block.address.saturating_add(block.size.max(1) - 1);
             let first = block.address & !(PAGE - 1);

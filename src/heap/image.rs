@@ -11,9 +11,9 @@ use memmap2::MmapMut;
 
 use crate::heap::area::Area;
 use crate::heap::idle::IdlePages;
-use crate::heap::kernel::Kept;
+use crate::heap::kernel::KernelWord;
+use crate::heap::page_index::{PAGE, PageIndex};
 use crate::heap::page_runs;
-use crate::heap::page_table::{PAGE, PageTable};
 
 /// Image of a process, taken while its threads stood still.
 #[derive(Debug, Default)]
@@ -33,7 +33,7 @@ pub struct Image {
     /// Bytes of the copy that the kernel refused to read. They are zeros.
     pub unread: u64,
     /// Words that the kernel keeps for the process, if they were asked for.
-    pub kept: Vec<Kept>,
+    pub kernel_words: Vec<KernelWord>,
     /// Pages that nobody has used for a while, if the process was watched for them.
     pub idle: Option<IdlePages>,
     pub(super) memory: Memory,
@@ -73,7 +73,7 @@ pub(super) struct Memory {
     /// Buffer with the copied pages, which may be larger than the pages are.
     copy: Option<MmapMut>,
     /// Number of each page: how many pages are before it in the copy.
-    pages: PageTable,
+    pages: PageIndex,
 }
 
 impl Image {
@@ -83,7 +83,7 @@ impl Image {
     /// # Errors
     /// If ranges are not of whole pages, in order and apart, or the copy is too small for them.
     pub fn set_memory(&mut self, runs: Vec<Range<u64>>, copy: MmapMut) -> Result<()> {
-        let (mut pages, mut number, mut end) = (PageTable::default(), 0, 0);
+        let (mut pages, mut number, mut end) = (PageIndex::default(), 0, 0);
         for run in &runs {
             let whole = run.start.is_multiple_of(PAGE) && run.end.is_multiple_of(PAGE);
             ensure!(
@@ -123,7 +123,7 @@ impl Image {
     }
 
     /// Returns how many bytes of a range were copied. Only pages that are wholly within the range count.
-    pub fn resident(&self, range: Range<u64>) -> u64 {
+    pub fn resident_page_bytes(&self, range: Range<u64>) -> u64 {
         let start = range.start.next_multiple_of(PAGE);
         let within = page_runs::within(&self.memory.runs, &(start..range.end)).iter();
         let bytes = within.map(|run| {
@@ -134,7 +134,7 @@ impl Image {
     }
 
     /// Returns how many bytes of a range were copied, parts of pages included.
-    pub fn present(&self, range: Range<u64>) -> u64 {
+    pub fn resident_bytes(&self, range: Range<u64>) -> u64 {
         let within = page_runs::within(&self.memory.runs, &range).iter();
         within
             .map(|run| run.end.min(range.end) - run.start.max(range.start))
@@ -247,13 +247,13 @@ pub(crate) mod made {
 
     /// Memory by page, mappings and threads, of which an image is made.
     #[derive(Debug, Default, Clone)]
-    pub(crate) struct Made {
+    pub(crate) struct ImageBuilder {
         pub(crate) pages: BTreeMap<u64, Vec<u8>>,
         pub(crate) maps: String,
         pub(crate) threads: Vec<Thread>,
     }
 
-    impl Made {
+    impl ImageBuilder {
         /// Adds a mapping. `rest` is a line of /proc/PID/maps without its addresses: `rw-p 00000000 00:00 0 [heap]`.
         pub(crate) fn map(&mut self, range: Range<u64>, rest: &str) {
             self.maps += &format!("{:x}-{:x} {rest}\n", range.start, range.end);
@@ -297,12 +297,12 @@ pub(crate) mod made {
 
 #[cfg(test)]
 mod tests {
-    use super::made::Made;
+    use super::made::ImageBuilder;
     use super::*;
 
     #[test]
     fn memory_is_found_by_its_address() {
-        let mut made = Made::default();
+        let mut made = ImageBuilder::default();
         made.map(0x1000..0x5000, "rw-p 00000000 00:00 0 ");
         made.put(0x1ff8, 0x1122_3344_5566_7788);
         made.put(0x2000, 7);
@@ -327,9 +327,9 @@ mod tests {
         ] {
             assert_eq!(image.bytes(beyond), None);
         }
-        assert_eq!(image.resident(0x1001..0x4fff), 0x1000);
-        assert_eq!(image.resident(0..u64::MAX), image.copied_bytes());
-        assert_eq!(image.present(0x1001..0x4fff), 0x1fff + 0xfff);
+        assert_eq!(image.resident_page_bytes(0x1001..0x4fff), 0x1000);
+        assert_eq!(image.resident_page_bytes(0..u64::MAX), image.copied_bytes());
+        assert_eq!(image.resident_bytes(0x1001..0x4fff), 0x1fff + 0xfff);
         let words: Vec<_> = image
             .words(0x1ff1..0x4010)
             .filter(|word| word.1 != 0)

@@ -11,7 +11,7 @@ use crate::process::proc;
 
 /// Word that the kernel keeps for a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Kept {
+pub struct KernelWord {
     /// Owner of the word: `epoll_event.data of file descriptor` or `sigev_value of timer`.
     pub what: &'static str,
     /// Number of the file descriptor or of the timer.
@@ -24,12 +24,12 @@ pub struct Kept {
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Returns the words that the kernel keeps for a process now. A file that cannot be read yields none.
-pub fn words(pid: u32) -> Vec<Kept> {
+pub fn words(pid: u32) -> Vec<KernelWord> {
     let mut words = timers(&read(&format!("/proc/{pid}/timers")));
     for (number, target) in proc::open_files(pid) {
         if target.as_os_str() == "anon_inode:[eventpoll]" {
             let text = read(&format!("/proc/{pid}/fdinfo/{number}"));
-            words.extend(epoll(&text).map(|word| Kept {
+            words.extend(epoll(&text).map(|word| KernelWord {
                 what: "epoll_event.data of file descriptor",
                 number,
                 word,
@@ -59,7 +59,7 @@ fn epoll(fdinfo: &str) -> impl Iterator<Item = u64> {
 }
 
 /// Returns the words of POSIX timers: `ID: 2`, then `signal: 60/00007fff86e452a8`.
-fn timers(text: &str) -> Vec<Kept> {
+fn timers(text: &str) -> Vec<KernelWord> {
     let (mut words, mut number) = (Vec::new(), 0);
     for line in text.lines() {
         if let Some(id) = line.strip_prefix("ID: ") {
@@ -69,7 +69,7 @@ fn timers(text: &str) -> Vec<Kept> {
             .strip_prefix("signal: ")
             .and_then(|signal| signal.split_once('/'))
             .and_then(|(_, word)| u64::from_str_radix(word.trim(), 16).ok());
-        words.extend(word.map(|word| Kept {
+        words.extend(word.map(|word| KernelWord {
             what: "sigev_value of timer",
             number,
             word,

@@ -23,7 +23,7 @@ const UNIT: u64 = 16;
 const META: u64 = 40;
 const FIRST_META: u64 = 24;
 /// Largest number of groups of an area, which is a page.
-const MOST_METAS: u64 = (4096 - FIRST_META) / META;
+const MAX_METAS: u64 = (4096 - FIRST_META) / META;
 /// Offsets in the context: of the shift by which areas grow (`meta_alloc_shift`), and of the address of the first
 /// area.
 const SHIFT: u64 = 48;
@@ -31,7 +31,7 @@ const AREAS: u64 = 56;
 /// Value of the context's second word once the context is in use (`init_done`).
 const IN_USE: u32 = 1;
 /// Largest number of areas that are walked.
-const MOST_AREAS: usize = 1 << 20;
+const MAX_AREAS: usize = 1 << 20;
 /// Bytes between two slots that belong to the allocator.
 const BETWEEN: u64 = 4;
 
@@ -52,7 +52,7 @@ pub fn walk(image: &Image) -> Option<Heap> {
     let (mut groups, mut counted) = (Vec::new(), [0; 48]);
     let (mut slots, most) = (0, image.copied_bytes() / UNIT + (1 << 20));
     for area in &areas {
-        let metas = (word(image, area + 16) & 0xffff_ffff).min(MOST_METAS);
+        let metas = (word(image, area + 16) & 0xffff_ffff).min(MAX_METAS);
         for meta in (0..metas).map(|number| area + FIRST_META + number * META) {
             let memory = word(image, meta + 16);
             if memory == 0 {
@@ -119,7 +119,7 @@ fn context(image: &Image) -> Option<Context> {
 fn areas(image: &Image, context: &Context, broken: &mut Option<(&'static str, u64)>) -> Vec<u64> {
     let last = word(image, context.areas + 8);
     let (mut area, mut seen, mut found) = (word(image, context.areas), HashSet::new(), Vec::new());
-    while area != 0 && found.len() < MOST_AREAS && seen.insert(area) {
+    while area != 0 && found.len() < MAX_AREAS && seen.insert(area) {
         if !area.is_multiple_of(4096) || image.word(area) != Some(context.secret) {
             break;
         }
@@ -240,14 +240,14 @@ fn heap(image: &Image, context: &Context, groups: &[Group], coverage: Coverage) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap::image::made::Made;
+    use crate::heap::image::made::ImageBuilder;
 
     #[test]
     fn a_context_in_the_zeros_behind_a_files_data_is_that_of_the_file() {
         const SECRET: u64 = 0x1234_5678_9abc_def0;
         const FIRST: u64 = 0x5000;
         for context in [0x1100, 0x2100] {
-            let mut made = Made::default();
+            let mut made = ImageBuilder::default();
             made.map(0x1000..0x2000, "rw-p 00001000 fe:00 7 /bin/app");
             made.map(0x2000..0x3000, "rw-p 00000000 00:00 0 ");
             made.map(FIRST..FIRST + 0x1000, "rw-p 00000000 00:00 0 ");

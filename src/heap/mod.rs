@@ -17,7 +17,7 @@
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
 //! | [`mallocng`] | the heap of musl's malloc |
 //! | [`idle`] | pages that nobody has used for a while |
-//! | [`page_table`] | a number for each page of an address space |
+//! | [`page_index`] | a number for each page of an address space |
 //! | `clear_refs` | clearing the kernel's marks of used and of written pages |
 //! | `page_runs` | ranges of whole pages |
 //! | `realtime` | real-time priority while a process stands still |
@@ -39,8 +39,8 @@ pub mod jemalloc;
 pub mod kernel;
 pub mod mallocng;
 pub mod names;
+pub mod page_index;
 mod page_runs;
-pub mod page_table;
 pub mod reach;
 mod realtime;
 pub mod roots;

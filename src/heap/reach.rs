@@ -24,7 +24,7 @@ const MIDDLE: u32 = 1 << 31;
 /// Bit that marks a root in `Reach::from`. The other bits are the root's number.
 const IS_ROOT: u32 = 1 << 31;
 /// Largest number of blocks. A block's number has a flag beside it in 32 bits, and is never that of `NOTHING`.
-const MOST_BLOCKS: usize = (MIDDLE - 1) as usize;
+const MAX_BLOCKS: usize = (MIDDLE - 1) as usize;
 /// Value in `Reach::from` of a block that was reached from nothing.
 const NOTHING: u32 = u32::MAX;
 /// Largest difference between an allocator's size of a block and the size that was asked for, in bytes. Headers of 16
@@ -37,7 +37,7 @@ pub enum Class {
     /// No word refers to the block, except in lost blocks that this block leads.
     Unreachable,
     /// Only a lost block refers to the block.
-    Via,
+    UnreachableVia,
     /// Only objects of CPython refer to the block, or it is one of them. CPython's garbage collector will free these
     /// objects, as they are in cycles that nothing else refers to, or CPython never frees them.
     Cycle,
@@ -186,7 +186,7 @@ impl Reach {
         let mut path = Vec::new();
         for block in 0..self.classes.len() {
             let mut at = block;
-            while self.classes[at] == Class::Via && leaders[at].is_none() {
+            while self.classes[at] == Class::UnreachableVia && leaders[at].is_none() {
                 path.push(at);
                 at = self.from[at] as usize;
             }
@@ -250,8 +250,8 @@ impl Reach {
 /// Fails if there are more blocks than numbers for them.
 fn expect_numbers(blocks: usize) -> Result<()> {
     ensure!(
-        blocks <= MOST_BLOCKS,
-        "the process has {blocks} blocks, and no more than {MOST_BLOCKS} can be judged; --heap and --types judge none"
+        blocks <= MAX_BLOCKS,
+        "the process has {blocks} blocks, and no more than {MAX_BLOCKS} can be judged; --heap and --types judge none"
     );
     Ok(())
 }
@@ -315,12 +315,12 @@ impl Words<'_> {
                 found.push((root, to));
             }
         };
-        for range in roots::ranges(&roots::not_roots(image, self.heap)) {
+        for range in roots::root_ranges(&roots::excluded_ranges(image, self.heap)) {
             for (address, word) in image.words(range) {
                 look(Root::Memory(address), word);
             }
         }
-        for (number, kept) in (0..).zip(&image.kept) {
+        for (number, kept) in (0..).zip(&image.kernel_words) {
             look(Root::Kernel(number), kept.word);
         }
         for (number, thread) in (0..).zip(&image.threads) {

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use crate::heap::blocks::{self, Heap};
 use crate::heap::image::{Image, Thread};
-use crate::heap::page_table::PAGE;
+use crate::heap::page_index::PAGE;
 
 /// Bytes below the stack pointer that a function may use (the System V ABI's red zone).
 const RED_ZONE: u64 = 128;
@@ -30,7 +30,7 @@ pub enum Root {
     Memory(u64),
     /// Register, with its name, of the thread with this index in [`Image::threads`].
     Register(u32, &'static str),
-    /// Word in the kernel, with this index in [`Image::kept`].
+    /// Word in the kernel, with this index in [`Image::kernel_words`].
     Kernel(u32),
 }
 
@@ -99,7 +99,7 @@ impl RootPlace {
 
 /// Returns all memory whose words are no roots, in order and disjoint: the allocators' memory, blocks included,
 /// memory below a thread's stack pointer, and stacks of threads that have ended.
-pub fn not_roots(image: &Image, heap: &Heap) -> Vec<Range<u64>> {
+pub fn excluded_ranges(image: &Image, heap: &Heap) -> Vec<Range<u64>> {
     let blocks = heap.blocks().iter().map(|block| block.range());
     let own = heap.regions.iter().chain(&heap.structures).cloned();
     let mut ranges: Vec<_> = own.chain(blocks).collect();
@@ -117,7 +117,7 @@ pub fn not_roots(image: &Image, heap: &Heap) -> Vec<Range<u64>> {
 }
 
 /// Returns all addresses outside of `not_roots`, in order.
-pub fn ranges(not_roots: &[Range<u64>]) -> impl Iterator<Item = Range<u64>> {
+pub fn root_ranges(not_roots: &[Range<u64>]) -> impl Iterator<Item = Range<u64>> {
     let starts = [0].into_iter().chain(not_roots.iter().map(|skip| skip.end));
     let ends = not_roots.iter().map(|skip| skip.start).chain([u64::MAX]);
     starts.zip(ends).map(|(start, end)| start..end)
@@ -144,7 +144,7 @@ fn below_stack(image: &Image, thread: &Thread) -> Option<Range<u64>> {
 /// Whether memory that nobody may access (a guard) ends at this address.
 fn has_guard(image: &Image, address: u64) -> bool {
     let before = address.checked_sub(1).and_then(|last| image.area(last));
-    before.is_some_and(|guard| !guard.readable && !guard.writable && guard.is_private_memory())
+    before.is_some_and(|guard| !guard.readable && !guard.writable && guard.is_private_anonymous())
 }
 
 /// Returns the stacks that glibc keeps, mapped, for later threads. Their words, the thread-specific ones included,
@@ -162,7 +162,7 @@ fn ended_stacks(image: &Image) -> Vec<Range<u64>> {
         };
         if !area.writable
             || !area.name().is_empty()
-            || !area.is_private_memory()
+            || !area.is_private_anonymous()
             || !has_guard(image, range.start)
             || is_used()
         {
@@ -185,17 +185,17 @@ fn ended_stacks(image: &Image) -> Vec<Range<u64>> {
 }
 
 /// Describes a root. Memory without a file that touches a file's mapping is taken for that file's bss:
-/// [`Modules::place`] knows better.
+/// [`ModuleSizes::place`] knows better.
 pub fn place(image: &Image, root: Root) -> RootPlace {
-    Modules::default().place(image, root)
+    ModuleSizes::default().place(image, root)
 }
 
 /// Bytes of memory that files are loaded into, by their paths in the image
 /// ([`elf::loaded_bytes`](crate::code::elf::loaded_bytes)).
 #[derive(Debug, Clone, Default)]
-pub struct Modules(pub HashMap<Vec<u8>, u64>);
+pub struct ModuleSizes(pub HashMap<Vec<u8>, u64>);
 
-impl Modules {
+impl ModuleSizes {
     /// Describes a root. Memory behind a module's bss is not the module's, even where the kernel has joined it with
     /// the bss in one mapping.
     pub fn place(&self, image: &Image, root: Root) -> RootPlace {
@@ -207,7 +207,7 @@ impl Modules {
                 return RootPlace::Register { tid, name };
             }
             Root::Kernel(at) => {
-                let kept = image.kept.get(at as usize);
+                let kept = image.kernel_words.get(at as usize);
                 let (what, number) = kept.map_or(("", 0), |kept| (kept.what, kept.number));
                 return RootPlace::Kernel { what, number };
             }
@@ -262,7 +262,7 @@ fn own_storage(image: &Image, thread: &Thread) -> Option<Range<u64>> {
     let control = thread.thread_pointer;
     let area = image
         .area(control)
-        .filter(|area| area.is_private_memory())?;
+        .filter(|area| area.is_private_anonymous())?;
     let below = area.mapping.range.start..control;
     let end = control.saturating_add(PTHREAD_BYTES);
     let Some(table) = image.word(control.saturating_add(8)) else {
@@ -288,7 +288,7 @@ fn place_of_module(image: &Image, address: u64) -> Option<RootPlace> {
     let area = areas
         .get(at)
         .filter(|area| area.mapping.range.contains(&address))?;
-    let file = if area.is_private_memory() && area.name().is_empty() {
+    let file = if area.is_private_anonymous() && area.name().is_empty() {
         let before = at.checked_sub(1)?;
         let touches = areas[before].mapping.range.end == area.mapping.range.start;
         touches.then_some(before)?

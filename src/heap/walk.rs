@@ -76,7 +76,7 @@ impl Walked {
     }
 
     /// Returns a message if the heap was inconsistent in every image that was taken.
-    pub fn nonsense(&self) -> Option<String> {
+    pub fn inconsistency(&self) -> Option<String> {
         let Coverage::Incomplete { why, address } = &self.heap.coverage else {
             return None;
         };
@@ -132,7 +132,7 @@ fn not_walked(image: &Image) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap::image::made::Made;
+    use crate::heap::image::made::ImageBuilder;
 
     #[test]
     fn an_allocator_without_a_walk_is_named() {
@@ -148,7 +148,7 @@ mod tests {
             ),
             ("/lib/libc.so.6", "there is no walk of other allocators"),
         ] {
-            let mut made = Made::default();
+            let mut made = ImageBuilder::default();
             made.map(0x1000..0x3000, &format!("rw-p 00000000 fe:00 7 {file}"));
             made.put(0x1000, 7);
             match Walked::of(made.image()).heap.coverage {

@@ -48,10 +48,10 @@ impl Cpus {
         self.online.iter().copied()
     }
 
-    /// Returns a descriptor that is readable when [`Cpus::came`] may return CPUs.
+    /// Returns a descriptor that is readable when [`Cpus::newly_online`] may return CPUs.
     ///
     /// # Errors
-    /// If the kernel provides no device events here: then [`Cpus::came`] returns no CPUs.
+    /// If the kernel provides no device events here: then [`Cpus::newly_online`] returns no CPUs.
     pub fn events(&self) -> Result<BorrowedFd<'_>, Errno> {
         self.events
             .as_ref()
@@ -62,7 +62,7 @@ impl Cpus {
     /// Returns the CPUs that have come online since the last call, including CPUs that had been online earlier. Does
     /// not wait. If the kernel has dropped events, the function reads the list of CPUs again, and prints a message on
     /// stderr, as that list does not show which CPUs have been offline.
-    pub fn came(&mut self) -> Vec<usize> {
+    pub fn newly_online(&mut self) -> Vec<usize> {
         let Ok(events) = &self.events else {
             return Vec::new();
         };

@@ -18,7 +18,7 @@ const SLACK_MICROS: u64 = 1_000_000;
 
 /// OOM kill.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Kill {
+pub struct OomKill {
     /// The time since the kill.
     pub age: Duration,
     /// The victim's PID in the initial PID namespace.
@@ -30,7 +30,7 @@ pub struct Kill {
 }
 
 /// Returns the OOM kills that are still in the log, oldest first. None if the log may not be read.
-pub fn oom_kills() -> Option<Vec<Kill>> {
+pub fn oom_kills() -> Option<Vec<OomKill>> {
     let now = Duration::from_nanos(clock::monotonic_ns());
     let mut kills = Vec::new();
     read(|record| kills.extend(parse(record, now)))?;
@@ -84,7 +84,7 @@ fn micros(head: &str) -> Option<u64> {
 
 /// Parses a record of an OOM kill: `3,1371,5140900,-;Out of memory: Killed process 100 (sh) total-vm:…`. Its fields
 /// are the priority, the sequence number, the microseconds since boot, the flags, and the text.
-fn parse(record: &str, now: Duration) -> Option<Kill> {
+fn parse(record: &str, now: Duration) -> Option<OomKill> {
     let (head, message) = record.split_once(';')?;
     let (before, victim) = message.split_once("Killed process ")?;
     let by_cgroup = before.starts_with("Memory cgroup out of memory: ");
@@ -95,7 +95,7 @@ fn parse(record: &str, now: Duration) -> Option<Kill> {
     let (pid, rest) = victim.split_once(" (")?;
     // A name can contain parentheses; the last one before the sizes is the kernel's.
     let (comm, _) = rest.split_once(") total-vm:").or(rest.rsplit_once(')'))?;
-    Some(Kill {
+    Some(OomKill {
         age: now.saturating_sub(Duration::from_micros(micros)),
         pid: pid.parse().ok()?,
         comm: text::escape(comm).into_owned(),
@@ -114,7 +114,7 @@ mod tests {
             "3,1371,40000000,-;Out of memory: Killed process 100 (a) b) total-vm:9kB, anon";
         assert_eq!(
             parse(global, now),
-            Some(Kill {
+            Some(OomKill {
                 age: Duration::from_secs(60),
                 pid: 100,
                 comm: "a) b".into(),

@@ -69,7 +69,7 @@ pub struct MemoryCgroups {
     pub dying: u64,
     /// The innermost cgroup below which most of the removed ones were. None if there are fewer than a thousand of
     /// them.
-    pub most_dying: Option<Dying>,
+    pub most_dying: Option<DyingCgroups>,
     /// Whether cgroups were left out because there are too many.
     pub left_out: bool,
     /// Whether some of the cgroups are of version 1, which other tools do not accept.
@@ -78,7 +78,7 @@ pub struct MemoryCgroups {
 
 /// Number of removed cgroups below an existing one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Dying {
+pub struct DyingCgroups {
     /// The cgroup's folder.
     pub folder: PathBuf,
     /// The cgroup's path below the mount, escaped; `/` for the root.
@@ -101,7 +101,7 @@ const VERSION_2: Files = Files {
     limit: "memory.max",
     inactive_file: "inactive_file",
     events: "memory.events",
-    hits: |_, events| events.of("max"),
+    hits: |_, events| events.get_or_zero("max"),
 };
 
 const VERSION_1: Files = Files {
@@ -114,7 +114,7 @@ const VERSION_1: Files = Files {
 
 impl MemoryCgroups {
     /// Reads the memory cgroups that are mounted here, of both versions.
-    pub fn look() -> Self {
+    pub fn read() -> Self {
         let mut groups = Self::default();
         for (mount, files) in memory_mounts(&Mounts::now()) {
             let before = groups.limited.len();
@@ -231,21 +231,21 @@ fn visit(mount: &Path, most: usize, mut look: impl FnMut(&Path, &str)) -> bool {
 /// Returns the number of removed cgroups below this one that still exist in the kernel.
 fn dying_below(folder: &Path) -> u64 {
     let stat = Values::read(folder.join("cgroup.stat")).unwrap_or_default();
-    stat.of("nr_dying_descendants")
+    stat.get_or_zero("nr_dying_descendants")
 }
 
 /// Descends from the mount as long as one child has at least half of the removed cgroups of its parent. Returns the
 /// last cgroup.
-fn most_dying(mount: PathBuf, count: u64) -> Dying {
+fn most_dying(mount: PathBuf, count: u64) -> DyingCgroups {
     let path = "/".to_owned();
-    let mut most = Dying {
+    let mut most = DyingCgroups {
         folder: mount,
         path,
         count,
     };
     loop {
         let below = cgroup_tree::children(&most.folder, &most.path);
-        let below = below.map(|(folder, path)| Dying {
+        let below = below.map(|(folder, path)| DyingCgroups {
             count: dying_below(&folder),
             folder,
             path,
@@ -266,10 +266,10 @@ fn look_at(folder: &Path, path: &str, files: &Files) -> Option<MemoryCgroup> {
         folder: folder.to_owned(),
         path: path.to_owned(),
         current: number(&folder.join(files.current))?,
-        inactive_file: stat.of(files.inactive_file),
+        inactive_file: stat.get_or_zero(files.inactive_file),
         limit,
         hits: (files.hits)(folder, &events),
-        oom_kills: events.of("oom_kill"),
+        oom_kills: events.get_or_zero("oom_kill"),
     })
 }
 

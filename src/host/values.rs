@@ -45,7 +45,7 @@ impl Values {
     }
 
     /// Returns the number with this name, or 0 if this kernel does not report it.
-    pub fn of(&self, name: &str) -> u64 {
+    pub fn get_or_zero(&self, name: &str) -> u64 {
         self.get(name).unwrap_or_default()
     }
 
@@ -80,7 +80,11 @@ mod tests {
         assert_eq!(values.get("pgfault"), Some(1317));
         assert_eq!(values.sum_of("allocstall_"), 5);
         assert_eq!(
-            (values.get("Name"), values.get("odd"), values.of("none")),
+            (
+                values.get("Name"),
+                values.get("odd"),
+                values.get_or_zero("none")
+            ),
             (None, None, 0)
         );
     }

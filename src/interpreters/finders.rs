@@ -3,7 +3,7 @@
 use super::hotspot::hotspots::Hotspots;
 use super::python::pythons::Pythons;
 use super::search::Files;
-use crate::bpf::types::unwind_ask as Ask;
+use crate::bpf::types::unwind_subject as Subject;
 
 /// One finder for each kind of interpreter.
 pub(crate) struct Finders {
@@ -35,10 +35,10 @@ impl Finders {
 
     /// Answers a request of the BPF side for an interpreter of the process with this layout. Returns whether the
     /// interpreter was found.
-    pub(crate) fn answer(&mut self, ask: Ask, pid: u32, layout: u64) -> bool {
+    pub(crate) fn answer(&mut self, subject: Subject, pid: u32, layout: u64) -> bool {
         let (layout, files) = (Some(layout), &mut self.files);
-        match ask {
-            Ask::UNWIND_ASK_HOTSPOT => self.hotspots.look_at(pid, layout, files),
+        match subject {
+            Subject::UNWIND_SUBJECT_HOTSPOT => self.hotspots.look_at(pid, layout, files),
             _ => self.pythons.look_at(pid, layout, files),
         }
     }

@@ -7,7 +7,7 @@
 //! | `memory` | the memory of a process that has an interpreter |
 //! | [`python`] | CPython: its code objects, and their lines |
 //! | `search` | the search for an interpreter in the files that a process maps as code |
-//! | `told` | what the BPF side and the user have been told about the interpreters of processes |
+//! | `registry` | what the BPF side and the user have been told about the interpreters of processes |
 
 use clap::ValueEnum;
 
@@ -15,8 +15,8 @@ pub(crate) mod finders;
 pub mod hotspot;
 pub(crate) mod memory;
 pub mod python;
+mod registry;
 mod search;
-mod told;
 
 /// Options of the tools that show user stacks, for the frames of interpreters.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use anyhow::Result;
 
-use crate::code::elf::{self, MayHold};
+use crate::code::elf::{self, InterpreterHints};
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::{FileId, Mapping, Process};
 
@@ -19,22 +19,22 @@ pub(super) enum Located<T> {
     /// The process has no interpreter, or none that is initialized yet.
     None,
     /// The process has an interpreter whose frames cannot be walked, for this reason.
-    Unknown(String),
+    Unsupported(String),
 }
 
 /// Result of looking at one file.
-pub(super) enum Seen<T> {
+pub(super) enum Inspection<T> {
     /// The file holds the wanted interpreter.
-    It(Located<T>),
+    Holds(Located<T>),
     /// The file has to be looked at again later: the dynamic linker has not relocated it yet.
-    NotYet,
+    NotRelocated,
     /// The file only uses the interpreter and does not hold it.
-    No,
+    OnlyUses,
 }
 
 /// Cache of which interpreters the files of all processes may hold.
 #[derive(Debug, Default)]
-pub(crate) struct Files(HashMap<FileId, MayHold>);
+pub(crate) struct Files(HashMap<FileId, InterpreterHints>);
 
 impl Files {
     /// Calls `look` for each file of a process that may hold what is wanted, in the order of addresses, until one
@@ -45,8 +45,8 @@ impl Files {
     pub(super) fn locate<T>(
         &mut self,
         pid: u32,
-        wanted: impl Fn(MayHold) -> bool,
-        mut look: impl FnMut(MappedFile, &Mapping, &[Mapping]) -> Result<Seen<T>>,
+        wanted: impl Fn(InterpreterHints) -> bool,
+        mut look: impl FnMut(MappedFile, &Mapping, &[Mapping]) -> Result<Inspection<T>>,
     ) -> Result<Located<T>> {
         let mappings = Process::open(pid)?.mappings()?;
         if self.0.len() > FILES {
@@ -70,10 +70,10 @@ impl Files {
                 continue;
             }
             match look(file, mapping, &mappings)? {
-                Seen::It(located) => return Ok(located),
-                Seen::NotYet => {}
-                Seen::No => {
-                    self.0.insert(id, MayHold::default());
+                Inspection::Holds(located) => return Ok(located),
+                Inspection::NotRelocated => {}
+                Inspection::OnlyUses => {
+                    self.0.insert(id, InterpreterHints::default());
                 }
             }
         }

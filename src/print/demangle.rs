@@ -48,7 +48,7 @@ impl Cut {
 impl Write for Cut {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         let room = (2 * MAX_NAME).saturating_sub(self.0.len());
-        self.0.push_str(text::cut(text, room));
+        self.0.push_str(text::truncate(text, room));
         if self.is_full() {
             Err(fmt::Error)
         } else {

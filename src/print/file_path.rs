@@ -4,13 +4,13 @@ use crate::print::text;
 
 /// Extent to which a path is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reach {
+pub enum PathExtent {
     /// The whole path is known, up to the root of the process's files.
-    Root,
+    Complete,
     /// The file is in no folder, such as a file of memfd_create(2).
-    NoFolder,
+    Unlinked,
     /// Folders at the beginning are missing, as the path is too long.
-    Cut,
+    Truncated,
 }
 
 /// Returns a file's name, escaped. `record` is the name, with its NUL and what may follow.
@@ -21,17 +21,17 @@ pub fn name(record: &[u8]) -> String {
 
 /// Returns a file's path, escaped. `record` holds its names from the file upwards, each with its NUL. A file in no
 /// folder is written as in /proc/PID/maps: `/dev/zero (deleted)` is shared anonymous memory.
-pub fn path(record: &[u8], reach: Reach) -> String {
+pub fn path(record: &[u8], reach: PathExtent) -> String {
     let names = record.strip_suffix(b"\0").unwrap_or(record);
     let mut path = String::new();
-    if reach == Reach::Cut {
+    if reach == PathExtent::Truncated {
         path.push_str("...");
     }
     for name in names.split(|&byte| byte == 0).rev() {
         path.push('/');
         path.push_str(&text::escape_bytes(name));
     }
-    if reach == Reach::NoFolder {
+    if reach == PathExtent::Unlinked {
         path.push_str(" (deleted)");
     }
     path
@@ -51,11 +51,17 @@ mod tests {
     #[test]
     fn a_path_is_written_from_the_root() {
         assert_eq!(
-            path(b"libc.so.6\0lib\0usr\0", Reach::Root),
+            path(b"libc.so.6\0lib\0usr\0", PathExtent::Complete),
             "/usr/lib/libc.so.6"
         );
-        assert_eq!(path(b"memfd:x\0", Reach::NoFolder), "/memfd:x (deleted)");
-        assert_eq!(path(b"file\0deep\0", Reach::Cut), ".../deep/file");
-        assert_eq!(path(b"", Reach::Root), "/");
+        assert_eq!(
+            path(b"memfd:x\0", PathExtent::Unlinked),
+            "/memfd:x (deleted)"
+        );
+        assert_eq!(
+            path(b"file\0deep\0", PathExtent::Truncated),
+            ".../deep/file"
+        );
+        assert_eq!(path(b"", PathExtent::Complete), "/");
     }
 }

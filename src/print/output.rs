@@ -15,7 +15,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signalfd::SignalFd;
 use serde::{Serialize, Serializer};
 
-use crate::print::timeline::{Count, Moment, Timeline};
+use crate::print::timeline::{Count, Timeline, TimelineEntry};
 
 /// Bytes that can be written to a pipe without blocking whenever it is writable at all (PIPE_BUF).
 const PIECE: usize = 4096;
@@ -36,8 +36,8 @@ pub trait Row: Serialize {
     fn text(&self, out: &mut dyn Write) -> io::Result<()>;
 
     /// Returns what the row is on a timeline.
-    fn moment(&self) -> Moment<'_> {
-        Moment::None
+    fn moment(&self) -> TimelineEntry<'_> {
+        TimelineEntry::None
     }
 }
 
@@ -64,8 +64,8 @@ pub struct Output {
 
 impl Output {
     /// Creates an output to stdout in this format. If nobody reads stdout, a signal of `stop` ends the wait: the print
-    /// then fails with [`Unread`]. The signals of `stop` are blocked. `stopped` tells that such a signal was taken
-    /// before: then the last report of the run waits for its reader and says so, and another signal ends that wait.
+    /// then fails with [`ReaderStalled`]. The signals of `stop` are blocked. `stopped` tells that such a signal was
+    /// taken before: then the last report of the run waits for its reader and says so, and another signal ends that wait.
     pub fn stdout(
         tool: &'static str,
         format: Format,
@@ -79,7 +79,7 @@ impl Output {
             out,
             stop,
             stopped,
-            told: false,
+            has_warned: false,
             given_up: false,
         };
         Self::to(format, Sink::Stdout(pipe))
@@ -106,7 +106,7 @@ impl Output {
 
     /// Returns the output with a timeline, which also gets the rows.
     #[must_use]
-    pub fn with(self, timeline: impl Timeline + 'static) -> Self {
+    pub fn with_timeline(self, timeline: impl Timeline + 'static) -> Self {
         Self {
             timeline: Some(Box::new(timeline)),
             ..self
@@ -130,10 +130,12 @@ impl Output {
     pub fn row(&mut self, row: &impl Row) -> Result<()> {
         if let Some(timeline) = &mut self.timeline {
             match row.moment() {
-                Moment::None => {}
-                Moment::Event(event) => timeline.event(&event, &serde_json::to_value(row)?),
-                Moment::Counts(counts) => counts.iter().for_each(|count| timeline.count(count)),
-                Moment::Remark(name) => timeline.remark(name, &serde_json::to_value(row)?),
+                TimelineEntry::None => {}
+                TimelineEntry::Event(event) => timeline.event(&event, &serde_json::to_value(row)?),
+                TimelineEntry::Counts(counts) => {
+                    counts.iter().for_each(|count| timeline.count(count))
+                }
+                TimelineEntry::Remark(name) => timeline.remark(name, &serde_json::to_value(row)?),
             }
         }
         match self.format {
@@ -233,7 +235,7 @@ struct Pipe {
     stop: SignalFd,
     stopped: Arc<AtomicBool>,
     /// Whether the message that the last report waits was printed.
-    told: bool,
+    has_warned: bool,
     given_up: bool,
 }
 
@@ -243,7 +245,7 @@ impl Pipe {
         let piece = &bytes[..bytes.len().min(PIECE)];
         if self.given_up || !self.wait_for_room()? {
             self.given_up = true;
-            return Err(io::Error::other(Unread));
+            return Err(io::Error::other(ReaderStalled));
         }
         // The write goes to the descriptor: Rust's stdout would keep the bytes after the last newline.
         nix::unistd::write(&self.out, piece).map_err(|errno| write_error(errno, self.is_terminal))
@@ -254,14 +256,14 @@ impl Pipe {
     fn wait_for_room(&mut self) -> io::Result<bool> {
         let (out, stop) = (self.out.as_fd(), self.stop.as_fd());
         let is_last = self.stopped.load(Ordering::Relaxed);
-        let patience = (is_last && !self.told).then_some(LAST_CHANCE);
+        let patience = (is_last && !self.has_warned).then_some(LAST_CHANCE);
         let mut room = wait_for_room(out, stop, patience)?;
-        if room == Room::NotYet {
+        if room == WaitOutcome::TimedOut {
             say_that_it_waits(self.tool);
-            self.told = true;
+            self.has_warned = true;
             room = wait_for_room(out, stop, None)?;
         }
-        Ok(room == Room::Some)
+        Ok(room == WaitOutcome::Writable)
     }
 }
 
@@ -277,13 +279,13 @@ fn write_error(errno: Errno, is_terminal: bool) -> io::Error {
 
 /// Outcome of waiting for a reader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Room {
+enum WaitOutcome {
     /// The output is writable, or has an error that the write will meet.
-    Some,
+    Writable,
     /// The output is still full, and the time is up.
-    NotYet,
+    TimedOut,
     /// A signal came that ends the run, and the output was still full a second later.
-    GivenUp,
+    Abandoned,
 }
 
 /// Reports on stderr that the run's last report waits for its reader, unless nobody reads stderr either.
@@ -304,7 +306,7 @@ fn wait_for_room(
     out: BorrowedFd<'_>,
     stop: BorrowedFd<'_>,
     patience: Option<Duration>,
-) -> io::Result<Room> {
+) -> io::Result<WaitOutcome> {
     let until = patience.map(|patience| Instant::now() + patience);
     let mut give_up_at: Option<Instant> = None;
     loop {
@@ -318,9 +320,9 @@ fn wait_for_room(
             PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
         });
         match poll(&mut sources[..awaited], timeout) {
-            Ok(0) if give_up_at.is_some() => return Ok(Room::GivenUp),
-            Ok(0) => return Ok(Room::NotYet),
-            Ok(_) if sources[0].any() != Some(false) => return Ok(Room::Some),
+            Ok(0) if give_up_at.is_some() => return Ok(WaitOutcome::Abandoned),
+            Ok(0) => return Ok(WaitOutcome::TimedOut),
+            Ok(_) if sources[0].any() != Some(false) => return Ok(WaitOutcome::Writable),
             Ok(_) => give_up_at = Some(Instant::now() + LAST_CHANCE),
             Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
@@ -330,15 +332,15 @@ fn wait_for_room(
 
 /// Error: nobody has read the output, and the run was to end.
 #[derive(Debug)]
-pub struct Unread;
+pub struct ReaderStalled;
 
-impl fmt::Display for Unread {
+impl fmt::Display for ReaderStalled {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("nobody reads it: the rest of the output is lost")
     }
 }
 
-impl std::error::Error for Unread {}
+impl std::error::Error for ReaderStalled {}
 
 /// A number that is printed in hexadecimal, such as an address: `0x7f12`, in JSON as a string.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -433,12 +435,16 @@ mod tests {
         let stop = SignalFd::new(&set).expect("a signalfd");
         let room =
             |patience| wait_for_room(writer.as_fd(), stop.as_fd(), patience).expect("a wait");
-        assert_eq!(room(None), Room::Some);
+        assert_eq!(room(None), WaitOutcome::Writable);
         raise(Signal::SIGWINCH).expect("a signal");
-        assert_eq!(room(None), Room::Some, "there is room all the same");
+        assert_eq!(
+            room(None),
+            WaitOutcome::Writable,
+            "there is room all the same"
+        );
         while nix::unistd::write(&writer, &[0; PIECE]).is_ok() {}
-        assert_eq!(room(None), Room::GivenUp);
+        assert_eq!(room(None), WaitOutcome::Abandoned);
         stop.read_signal().expect("a signal");
-        assert_eq!(room(Some(Duration::from_millis(1))), Room::NotYet);
+        assert_eq!(room(Some(Duration::from_millis(1))), WaitOutcome::TimedOut);
     }
 }

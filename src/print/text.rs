@@ -39,14 +39,14 @@ fn rearranges(c: char) -> bool {
 }
 
 /// Returns a symbol's name as it is shown: escaped, and cut where it is too long, which is marked.
-pub fn shown(name: &str) -> String {
-    let cut = cut(name, MAX_NAME);
+pub fn display_name(name: &str) -> String {
+    let cut = truncate(name, MAX_NAME);
     let mark = if cut.len() < name.len() { "[...]" } else { "" };
     format!("{}{mark}", escape(cut))
 }
 
 /// Returns the beginning of a text, in whole characters, of at most `bytes` bytes.
-pub fn cut(text: &str, bytes: usize) -> &str {
+pub fn truncate(text: &str, bytes: usize) -> &str {
     let mut end = bytes.min(text.len());
     while !text.is_char_boundary(end) {
         end -= 1;
@@ -95,7 +95,7 @@ pub fn grouped(number: u64) -> String {
 }
 
 /// Formats a number of things for people: `1 block`, `1,204,331 blocks`.
-pub fn counted(number: u64, thing: &str) -> String {
+pub fn count_with_noun(number: u64, thing: &str) -> String {
     let plural = if number == 1 { "" } else { "s" };
     format!("{} {thing}{plural}", grouped(number))
 }
@@ -112,7 +112,7 @@ pub fn bytes(bytes: u64) -> String {
         (value, unit) = (value / 1000.0, larger);
     }
     match unit {
-        "bytes" => counted(bytes, "byte"),
+        "bytes" => count_with_noun(bytes, "byte"),
         unit => format!("{value:.1} {unit}"),
     }
 }
@@ -141,9 +141,9 @@ mod tests {
 
     #[test]
     fn a_long_name_is_cut_between_characters() {
-        assert_eq!(shown("short"), "short");
+        assert_eq!(display_name("short"), "short");
         let long = "ö".repeat(MAX_NAME);
-        let shown = shown(&format!("x{long}"));
+        let shown = display_name(&format!("x{long}"));
         assert_eq!(shown.len(), MAX_NAME - 1 + "[...]".len());
         assert!(shown.ends_with("ö[...]"));
     }
@@ -152,7 +152,7 @@ mod tests {
     fn digits_are_grouped() {
         let texts = [0, 999, 1000, 123_456, 1_000_000].map(grouped);
         assert_eq!(texts, ["0", "999", "1,000", "123,456", "1,000,000"]);
-        let texts = [0, 1, 1000].map(|number| counted(number, "block"));
+        let texts = [0, 1, 1000].map(|number| count_with_noun(number, "block"));
         assert_eq!(texts, ["0 blocks", "1 block", "1,000 blocks"]);
     }
 

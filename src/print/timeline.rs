@@ -8,7 +8,7 @@ use serde_json::Value;
 
 /// Role of a row on a timeline.
 #[derive(Debug, Default)]
-pub enum Moment<'a> {
+pub enum TimelineEntry<'a> {
     /// No role: such as a summary that is printed at the end.
     #[default]
     None,
@@ -49,7 +49,7 @@ pub struct Count<'a> {
     /// End of the time that was counted, by [`Clock`](crate::print::clock::Clock).
     pub time: &'a Zoned,
     /// Increase since the last count.
-    pub more: u64,
+    pub increase: u64,
 }
 
 /// Unit of a count.

@@ -45,19 +45,19 @@ pub struct CodeFile {
     mapping: Mapping,
     /// The process that mapped the file last, and the time.
     seen: Cell<(u32, SystemTime)>,
-    opened: RefCell<Opened>,
+    opened: RefCell<OpenState>,
     build_id: OnceCell<Option<Vec<u8>>>,
 }
 
 /// Whether a file is held open.
 #[derive(Debug)]
-enum Opened {
+enum OpenState {
     /// Not held open at present.
-    No,
+    Closed,
     /// Held open, and counted in [`HELD`].
-    Held(Rc<MappedFile>),
+    Open(Rc<MappedFile>),
     /// The file cannot be found any more, or there is none.
-    Never,
+    Unavailable,
 }
 
 /// Number of files that are held open.
@@ -75,7 +75,7 @@ fn most_held() -> usize {
 
 impl Drop for CodeFile {
     fn drop(&mut self) {
-        if let Opened::Held(_) = self.opened.get_mut() {
+        if let OpenState::Open(_) = self.opened.get_mut() {
             HELD.fetch_sub(1, Ordering::Relaxed);
         }
     }
@@ -121,17 +121,17 @@ impl CodeFile {
     pub fn open(&self) -> Option<Rc<MappedFile>> {
         let mut opened = self.opened.borrow_mut();
         match &*opened {
-            Opened::Held(file) => return Some(Rc::clone(file)),
-            Opened::Never => return None,
-            Opened::No => {}
+            OpenState::Open(file) => return Some(Rc::clone(file)),
+            OpenState::Unavailable => return None,
+            OpenState::Closed => {}
         }
         let Some(file) = self.find() else {
-            *opened = Opened::Never;
+            *opened = OpenState::Unavailable;
             return None;
         };
         let file = Rc::new(file);
         if HELD.fetch_add(1, Ordering::Relaxed) < most_held() {
-            *opened = Opened::Held(Rc::clone(&file));
+            *opened = OpenState::Open(Rc::clone(&file));
         } else {
             HELD.fetch_sub(1, Ordering::Relaxed);
         }
@@ -219,7 +219,7 @@ impl Image {
 
 /// Processes whose images are remembered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wanted {
+pub enum TrackedProcesses {
     /// Images of the chosen processes.
     Chosen,
     /// Images of the chosen processes and of all their descendants.
@@ -230,7 +230,7 @@ pub enum Wanted {
 
 /// Images of all wanted processes.
 pub struct AddressSpaces {
-    wanted: Wanted,
+    wanted: TrackedProcesses,
     chosen: HashSet<u32>,
     /// By PID, oldest first.
     images: HashMap<u32, Vec<Image>>,
@@ -247,7 +247,7 @@ pub struct AddressSpaces {
 impl AddressSpaces {
     /// Creates an empty set of images for the processes that are `wanted`. Chosen processes are added by
     /// [`Self::choose`].
-    pub fn of(wanted: Wanted) -> Self {
+    pub fn of(wanted: TrackedProcesses) -> Self {
         Self {
             wanted,
             chosen: HashSet::new(),
@@ -271,7 +271,7 @@ impl AddressSpaces {
     ///
     /// # Errors
     /// If the mappings of the process cannot be read.
-    pub fn look_at(&mut self, process: &Process) -> Result<()> {
+    pub fn read_mappings(&mut self, process: &Process) -> Result<()> {
         let pid = process.pid();
         let mappings = process.mappings()?;
         self.begin_image(pid, Rc::default());
@@ -290,7 +290,7 @@ impl AddressSpaces {
                 && let Ok(process) = Process::open(pid)
             {
                 // A process that has exited meanwhile has no mappings.
-                let _ = self.look_at(&process);
+                let _ = self.read_mappings(&process);
             }
         }
     }
@@ -298,7 +298,7 @@ impl AddressSpaces {
     /// Applies a change of a process to its images.
     pub fn apply(&mut self, change: Change) {
         if let Change::Forked(parent, child) = change
-            && self.wanted == Wanted::Descendants
+            && self.wanted == TrackedProcesses::Descendants
         {
             if self.chosen.contains(&parent) {
                 self.choose(child);
@@ -306,7 +306,7 @@ impl AddressSpaces {
                 self.chosen.remove(&child);
             }
         }
-        let wanted = |pid| self.wanted == Wanted::All || self.chosen.contains(pid);
+        let wanted = |pid| self.wanted == TrackedProcesses::All || self.chosen.contains(pid);
         match change {
             Change::Mapped(pid, mapping) if wanted(&pid) => self.map(pid, mapping),
             Change::Exec(pid) if wanted(&pid) => self.begin_image(pid, Rc::default()),
@@ -376,14 +376,14 @@ impl AddressSpaces {
                     number,
                     mapping,
                     seen: Cell::new(seen),
-                    opened: RefCell::new(Opened::No),
+                    opened: RefCell::new(OpenState::Closed),
                     build_id: OnceCell::new(),
                 })
             });
         file.seen.set(seen);
         // The files of a few processes are opened at once, so that they can be symbolized even after they are
         // removed. Open files of all processes would keep file systems from being unmounted.
-        if self.wanted != Wanted::All {
+        if self.wanted != TrackedProcesses::All {
             file.open();
         }
         Rc::clone(file)
@@ -423,8 +423,8 @@ impl AddressSpaces {
     /// Returns the image of a process that contains most of these addresses, and the newest of several. If all
     /// processes are wanted and this process is not known yet, its mappings are read now.
     pub fn image_with(&mut self, pid: u32, addresses: &[u64]) -> Option<Image> {
-        if !self.images.contains_key(&pid) && self.wanted == Wanted::All {
-            let _ = Process::open(pid).and_then(|process| self.look_at(&process));
+        if !self.images.contains_key(&pid) && self.wanted == TrackedProcesses::All {
+            let _ = Process::open(pid).and_then(|process| self.read_mappings(&process));
         }
         let missing = |image: &&Image| {
             let here = |address: &&u64| image.find(**address).is_none();
@@ -451,7 +451,7 @@ impl AddressSpaces {
 
     /// Returns the newest image of each wanted process: of all processes, or of the chosen ones.
     pub fn wanted_images(&self) -> impl Iterator<Item = (u32, &Image)> {
-        let wanted = |pid| self.wanted == Wanted::All || self.chosen.contains(pid);
+        let wanted = |pid| self.wanted == TrackedProcesses::All || self.chosen.contains(pid);
         let images = self.images.iter().filter(move |(pid, _)| wanted(pid));
         images.filter_map(|(&pid, images)| Some((pid, images.last()?)))
     }

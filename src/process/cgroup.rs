@@ -36,7 +36,7 @@ pub fn is_in(cgroup: &str, folder: &str) -> bool {
 const MAX_SEARCHED: usize = 100_000;
 /// Minimum number of digits that are taken for the beginning of a container's id or of a pod's uid; fewer may be a
 /// name.
-const LEAST_DIGITS: usize = 8;
+const MIN_DIGITS: usize = 8;
 /// Number of digits of a container's full id.
 const ID_DIGITS: usize = 64;
 /// Character that replaces the middle of a name that is too long for the column CONTAINER.
@@ -45,7 +45,7 @@ pub(crate) const LEFT_OUT: char = '…';
 /// Returns the folders below `mount` of the cgroups that have this name. The name can be the folder's own name, or
 /// that of a systemd service without `.service`. The middle of either can be left out. The name can also be the first
 /// digits of the id of a container or of the uid of a pod.
-pub(crate) fn called(mount: &Path, name: &str) -> Vec<PathBuf> {
+pub(crate) fn find_by_name(mount: &Path, name: &str) -> Vec<PathBuf> {
     let mut found = folders(mount, MAX_SEARCHED);
     found.retain(|folder| {
         let own_name = folder.file_name().unwrap_or_default();
@@ -68,7 +68,7 @@ pub(crate) fn folders(mount: &Path, most: usize) -> Vec<PathBuf> {
 }
 
 fn is_called(folder: &str, name: &str) -> bool {
-    let begins = |id: &str| name.len() >= LEAST_DIGITS && id.starts_with(name);
+    let begins = |id: &str| name.len() >= MIN_DIGITS && id.starts_with(name);
     let goes_by_it = |own: &str| own == name || is_ends_of(name, own);
     goes_by_it(folder)
         || folder.strip_suffix(".service").is_some_and(goes_by_it)
@@ -302,9 +302,12 @@ mod tests {
         for path in &paths {
             fs::create_dir_all(path).expect("folders");
         }
-        assert_eq!(called(folder.path(), &id[..12]), paths[..1]);
-        assert_eq!(called(folder.path(), "db"), paths[1..]);
-        assert_eq!(called(folder.path(), "web"), [""; 0].map(PathBuf::from));
+        assert_eq!(find_by_name(folder.path(), &id[..12]), paths[..1]);
+        assert_eq!(find_by_name(folder.path(), "db"), paths[1..]);
+        assert_eq!(
+            find_by_name(folder.path(), "web"),
+            [""; 0].map(PathBuf::from)
+        );
     }
 
     #[test]

@@ -330,7 +330,7 @@ fn become_command(
     path: &CString,
     argv: &[*const c_char],
 ) -> Result<Infallible, Errno> {
-    inherited::give_back()?;
+    inherited::restore()?;
     // The following calls are first made without effect, so that the pages of their code are mapped. Otherwise page
     // faults of ours would be counted as the command's: after a fork they occur again on each file page.
     let mut word = [0; 1];

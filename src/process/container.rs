@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::bpf::map_create;
 use crate::bpf::types::{self, cgroup_path};
-use crate::print::file_path::{self, Reach};
+use crate::print::file_path::{self, PathExtent};
 use crate::process::cgroup::{self, Cgroups, LEFT_OUT};
 
 /// The option of tools with a row for each event or process.
@@ -37,7 +37,7 @@ impl ContainerArgs {
 /// If libbpf refuses to set the size of the map.
 pub fn prepare(wanted: bool, paths: &mut OpenMapMut<'_>) -> Result<u8> {
     if !wanted {
-        map_create::size(paths, 1)?;
+        map_create::set_capacity(paths, 1)?;
     }
     Ok(wanted.into())
 }
@@ -51,7 +51,7 @@ const WIDTH: usize = 16;
 
 /// Cgroup and container of a task.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Home {
+pub struct CgroupInfo {
     /// The path of the cgroup from the root of the hierarchy, escaped. None if it is not known.
     pub cgroup: Option<String>,
     /// The id of the container that the cgroup belongs to, with all 64 digits. The container's cgroup is the cgroup
@@ -62,8 +62,8 @@ pub struct Home {
     pub gone: bool,
 }
 
-impl Home {
-    /// Returns the home with this cgroup path.
+impl CgroupInfo {
+    /// Returns the cgroup with this path, and its container.
     pub fn at(cgroup: Option<String>) -> Self {
         let container_id = cgroup.as_deref().and_then(container_of);
         Self {
@@ -73,7 +73,7 @@ impl Home {
         }
     }
 
-    /// Returns the home of a running process, as this process sees it. If the home cannot be read because the process
+    /// Returns the cgroup of a running process, as this process sees it. If it cannot be read because the process
     /// has exited, it is `gone`.
     pub fn of_process(pid: u32) -> Self {
         let cgroup = cgroup::of_process(pid);
@@ -114,8 +114,8 @@ fn container_of(path: &str) -> Option<&str> {
 /// Formats the column CONTAINER of a row, with the blank after it; empty if the column is not asked for. If a name is
 /// wider than the column, its middle is left out, because its end may distinguish it from other names. The width is
 /// fixed, because rows are printed one by one. `--cgroup` accepts the name as it is shown.
-pub fn column(home: Option<&Home>) -> String {
-    home.map_or_else(String::new, |home| cell(&home.name()))
+pub fn column(cgroup_info: Option<&CgroupInfo>) -> String {
+    cgroup_info.map_or_else(String::new, |cgroup_info| cell(&cgroup_info.name()))
 }
 
 /// Formats the column CONTAINER of a row that belongs to no task.
@@ -125,8 +125,10 @@ pub fn empty_column(asked_for: bool) -> String {
 
 /// Formats a task's container for a sentence: ` in NAME`, with the whole name; empty if the container is not asked
 /// for.
-pub fn inside(home: Option<&Home>) -> String {
-    home.map_or_else(String::new, |home| format!(" in {}", home.name()))
+pub fn inside(cgroup_info: Option<&CgroupInfo>) -> String {
+    cgroup_info.map_or_else(String::new, |cgroup_info| {
+        format!(" in {}", cgroup_info.name())
+    })
 }
 
 fn cell(name: &str) -> String {
@@ -154,17 +156,17 @@ pub fn header(asked_for: bool) -> String {
     }
 }
 
-/// Lookup of the homes of tasks, by the cgroup ids that the BPF side reports.
-pub struct Homes<'a> {
+/// Lookup of the cgroups of tasks, by the cgroup ids that the BPF side reports.
+pub struct CgroupResolver<'a> {
     /// The map `cgroup_paths`.
     kept: &'a dyn MapCore,
     /// The cgroups of the file system, for paths that the BPF side could not keep.
     tree: Option<Cgroups>,
     /// Homes by cgroup id. The kernel does not reuse ids.
-    known: HashMap<u64, Home>,
+    known: HashMap<u64, CgroupInfo>,
 }
 
-impl<'a> Homes<'a> {
+impl<'a> CgroupResolver<'a> {
     /// Creates a lookup in this map, which is `cgroup_paths` of the BPF side.
     pub fn new(kept: &'a dyn MapCore) -> Self {
         Self {
@@ -179,28 +181,28 @@ impl<'a> Homes<'a> {
         wanted.then(|| Self::new(kept))
     }
 
-    /// Returns the home of tasks in the cgroup with this id. The id is 0 if the BPF side knows no cgroup.
-    pub fn of(&mut self, id: u64) -> Home {
+    /// Returns the cgroup with this id, and its container. The id is 0 if the BPF side knows no cgroup.
+    pub fn of(&mut self, id: u64) -> CgroupInfo {
         if id == 0 {
-            return Home::default();
+            return CgroupInfo::default();
         }
-        if let Some(home) = self.known.get(&id) {
-            return home.clone();
+        if let Some(cgroup_info) = self.known.get(&id) {
+            return cgroup_info.clone();
         }
         let path = self.kept_path(id).or_else(|| {
             let tree = self.tree.get_or_insert_with(Cgroups::new);
             tree.path(id).map(str::to_owned)
         });
         let gone = path.is_none();
-        let home = Home {
+        let cgroup_info = CgroupInfo {
             gone,
-            ..Home::at(path)
+            ..CgroupInfo::at(path)
         };
         // A missing path is not cached: the BPF side may have kept the complete path by the next lookup.
         if !gone {
-            self.known.insert(id, home.clone());
+            self.known.insert(id, cgroup_info.clone());
         }
-        home
+        cgroup_info
     }
 
     /// Returns the path that the BPF side has kept, if the path is complete.
@@ -209,7 +211,7 @@ impl<'a> Homes<'a> {
         let path: &cgroup_path = types::view(&value).ok()?;
         let names: Vec<u8> = path.names.iter().map(|&c| c.cast_unsigned()).collect();
         let names = names.get(..path.bytes as usize)?;
-        (path.complete != 0).then(|| file_path::path(names, Reach::Root))
+        (path.complete != 0).then(|| file_path::path(names, PathExtent::Complete))
     }
 }
 
@@ -235,13 +237,13 @@ mod tests {
             format!("{kubepods}/crio-{ID}.scope"),
             format!("/kubepods/burstable/pod{uid}/{ID}"),
         ] {
-            let home = Home::at(Some(path.clone()));
-            assert_eq!(home.container_id.as_deref(), Some(ID), "{path}");
-            assert_eq!(home.name(), "4c01db0b339c", "{path}");
+            let cgroup_info = CgroupInfo::at(Some(path.clone()));
+            assert_eq!(cgroup_info.container_id.as_deref(), Some(ID), "{path}");
+            assert_eq!(cgroup_info.name(), "4c01db0b339c", "{path}");
         }
-        let home = Home::at(Some(format!("{kubepods}/sandbox")));
+        let cgroup_info = CgroupInfo::at(Some(format!("{kubepods}/sandbox")));
         assert_eq!(
-            (home.name().as_str(), home.container_id),
+            (cgroup_info.name().as_str(), cgroup_info.container_id),
             ("0f7b5b8e", None)
         );
     }
@@ -258,29 +260,29 @@ mod tests {
             (Some("/"), "-"),
             (None, "-"),
         ] {
-            let home = Home::at(path.map(str::to_owned));
-            assert_eq!(home.container_id, None);
-            assert_eq!(home.name(), name);
+            let cgroup_info = CgroupInfo::at(path.map(str::to_owned));
+            assert_eq!(cgroup_info.container_id, None);
+            assert_eq!(cgroup_info.name(), name);
         }
-        let gone = Home {
+        let gone = CgroupInfo {
             gone: true,
-            ..Home::default()
+            ..CgroupInfo::default()
         };
         assert_eq!(gone.name(), "[gone]");
     }
 
     #[test]
-    fn a_process_has_a_home_until_it_ends() {
-        let own = Home::of_process(std::process::id());
+    fn a_process_has_a_cgroup_until_it_ends() {
+        let own = CgroupInfo::of_process(std::process::id());
         assert!(!own.gone && own.cgroup.is_some());
         // No process has a PID of this size.
-        assert_eq!(Home::of_process(u32::MAX).name(), "[gone]");
+        assert_eq!(CgroupInfo::of_process(u32::MAX).name(), "[gone]");
     }
 
     #[test]
     fn the_column_is_as_wide_as_its_name() {
-        let home = Home::at(Some("/db.service".into()));
-        assert_eq!(column(Some(&home)), "db               ");
+        let cgroup_info = CgroupInfo::at(Some("/db.service".into()));
+        assert_eq!(column(Some(&cgroup_info)), "db               ");
         assert_eq!(header(true), "CONTAINER        ");
         assert_eq!(empty_column(true), " ".repeat(17));
         assert_eq!(
@@ -305,10 +307,10 @@ mod tests {
             ),
             ("ååååååååååååååååå", "åååååååå…ååååååå "),
         ] {
-            let home = Home::at(Some(format!("/user.slice/{folder}")));
-            assert_eq!(column(Some(&home)), shown);
+            let cgroup_info = CgroupInfo::at(Some(format!("/user.slice/{folder}")));
+            assert_eq!(column(Some(&cgroup_info)), shown);
             let whole = folder.strip_suffix(".service").unwrap_or(folder);
-            assert_eq!(inside(Some(&home)), format!(" in {whole}"));
+            assert_eq!(inside(Some(&cgroup_info)), format!(" in {whole}"));
             assert_eq!(shown.chars().count(), header(true).len());
         }
     }

@@ -88,7 +88,7 @@ impl FilterArgs {
     ///
     /// # Errors
     /// If a process, thread or cgroup does not exist, or cannot do what is traced, or a name is not valid.
-    pub fn resolve(&self, tid: Option<u32>, tasks: Tasks) -> Result<Filter> {
+    pub fn resolve(&self, tid: Option<u32>, tasks: TaskKind) -> Result<Filter> {
         for &pid in &self.pid {
             tasks.expect(&Process::open(pid)?)?;
         }
@@ -100,7 +100,7 @@ impl FilterArgs {
             Some(name) => name_and_mask(name.as_bytes())?,
             None => Default::default(),
         };
-        let (pid_factor, pids) = place(&self.pid)?;
+        let (pid_factor, pids) = build_pid_table(&self.pid)?;
 
         Ok(Filter {
             options: types::filter {
@@ -125,17 +125,17 @@ impl FilterArgs {
 
 /// Kind of tasks that can do what a tool traces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tasks {
+pub enum TaskKind {
     /// Tasks of programs, which have user memory.
     Programs,
     /// All tasks, including kernel threads.
     All,
 }
 
-impl Tasks {
+impl TaskKind {
     fn expect(self, process: &Process) -> Result<()> {
         match self {
-            Self::Programs => process.expect_program(),
+            Self::Programs => process.check_user_process(),
             Self::All => process.expect_running(),
         }
     }
@@ -143,7 +143,7 @@ impl Tasks {
 
 /// Builds the hash table of these processes, and returns it with the factor of its hash. Each process is in one of
 /// the slots from `pid * factor >> (32 - SLOT_BITS)` on, with no empty slot in between.
-fn place(pids: &[u32]) -> Result<(u32, [u32; SLOTS])> {
+fn build_pid_table(pids: &[u32]) -> Result<(u32, [u32; SLOTS])> {
     if pids.len() > MAX_PIDS {
         let message = format!(
             "--pid (-p) takes at most {MAX_PIDS} processes, not {}: put them into a cgroup and give \
@@ -259,7 +259,7 @@ fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
 }
 
 /// Returns the folder of a cgroup. The cgroup can be given by its folder, by its path below the mount as tools print
-/// it, or by the name of what runs in it (`cgroup::called`).
+/// it, or by the name of what runs in it (`cgroup::find_by_name`).
 ///
 /// # Errors
 /// If several cgroups have this name: the message lists all of them.
@@ -273,7 +273,7 @@ pub fn cgroup_path(name: &str) -> Result<PathBuf, String> {
     if below.is_dir() {
         return Ok(below);
     }
-    match &cgroup::called(mount, name)[..] {
+    match &cgroup::find_by_name(mount, name)[..] {
         // If the path cannot be opened, the error is reported when it is opened.
         [] => Ok(path),
         [only] => Ok(only.clone()),
@@ -329,7 +329,7 @@ mod tests {
     use super::*;
 
     fn resolve(args: &FilterArgs) -> Result<Filter> {
-        args.resolve(None, Tasks::Programs)
+        args.resolve(None, TaskKind::Programs)
     }
 
     #[test]
@@ -370,7 +370,7 @@ mod tests {
             "{error}"
         );
         let error = args(Vec::new())
-            .resolve(Some(i32::MAX as u32), Tasks::Programs)
+            .resolve(Some(i32::MAX as u32), TaskKind::Programs)
             .unwrap_err();
         assert!(error.to_string().contains("ps -L"), "{error}");
     }
@@ -379,7 +379,7 @@ mod tests {
     fn all_processes_find_a_slot() {
         for step in [1, 2, 16, 2048, 8191] {
             let pids: Vec<u32> = (1..=MAX_PIDS as u32).map(|n| n * step).collect();
-            let (factor, slots) = place(&pids).expect("room");
+            let (factor, slots) = build_pid_table(&pids).expect("room");
             for pid in pids {
                 let first = (pid.wrapping_mul(factor) >> (32 - SLOT_BITS)) as usize;
                 // The same lookup as on the BPF side.

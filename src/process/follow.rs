@@ -28,7 +28,7 @@ impl Follower {
     /// Follows all descendants of the filter's processes that start from now on.
     pub(crate) fn start(filter: &Filter) -> Result<Self> {
         let mut open = bpf::prepare(filter)?;
-        map_create::size(&mut open.maps.filter_followed, PROCESSES)?;
+        map_create::set_capacity(&mut open.maps.filter_followed, PROCESSES)?;
         let skel = open.load().context("failed to follow processes")?;
         let attach = || -> libbpf_rs::Result<[Link; 5]> {
             Ok([
@@ -53,8 +53,8 @@ impl Follower {
         losses: &mut OpenMapMut<'_>,
     ) -> Result<()> {
         let own = &self.skel.maps;
-        map_create::use_instead(followed, &own.filter_followed)?;
-        map_create::use_instead(losses, &own.losses)
+        map_create::reuse(followed, &own.filter_followed)?;
+        map_create::reuse(losses, &own.losses)
     }
 
     /// Returns an upper limit of how many forks and exits were missed because the kernel skipped all programs of a

@@ -13,7 +13,7 @@ use nix::unistd::{ForkResult, Pid, fork, pipe2, read, setsid};
 pub struct Guard {
     pid: Pid,
     /// The only open write end of the pipe on which the guard waits.
-    until: Option<OwnedFd>,
+    release: Option<OwnedFd>,
 }
 
 impl Guard {
@@ -37,7 +37,7 @@ impl Guard {
         match unsafe { fork() }.context("failed to fork")? {
             ForkResult::Parent { child } => Ok(Self {
                 pid: child,
-                until: Some(until),
+                release: Some(until),
             }),
             ForkResult::Child => {
                 let _ = setsid();
@@ -56,7 +56,7 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.until = None;
+        self.release = None;
         let _ = waitpid(self.pid, None);
     }
 }

@@ -24,7 +24,7 @@ static INHERITED: OnceLock<Inherited> = OnceLock::new();
 /// Saves the inherited settings and then changes them. From then on the kernel keeps the exit status of children,
 /// which it discards if SIGCHLD is ignored. This process may then open as many files as the hard limit allows: each
 /// library of a traced process and each probe needs one. To be called before there is a child or a thread.
-pub fn take_over() {
+pub fn save_and_override() {
     let inherited = INHERITED.get_or_init(|| Inherited {
         mask: SigSet::thread_get_mask().unwrap_or_else(|_| SigSet::empty()),
         ignores_children: is_ignored(Signal::SIGCHLD),
@@ -39,7 +39,7 @@ pub fn take_over() {
 }
 
 /// Restores the settings of the caller, in a child that is about to call exec. Makes system calls only.
-pub(crate) fn give_back() -> Result<(), Errno> {
+pub(crate) fn restore() -> Result<(), Errno> {
     // SAFETY: sets the default action. Rust's runtime has set SIGPIPE to be ignored, which exec would pass on.
     unsafe { signal(Signal::SIGPIPE, SigHandler::SigDfl) }?;
     let inherited = INHERITED.get();
@@ -56,7 +56,7 @@ pub(crate) fn give_back() -> Result<(), Errno> {
 
 /// Returns the signals that end a run after a last report. SIGHUP and SIGQUIT (Ctrl-\) are included only if the
 /// caller does not ignore them, as nohup(1) does.
-pub fn stopping() -> SigSet {
+pub fn stop_signals() -> SigSet {
     let mut stopping = SigSet::empty();
     stopping.add(Signal::SIGINT);
     stopping.add(Signal::SIGTERM);
@@ -89,7 +89,7 @@ mod tests {
     fn what_is_ignored_does_not_end_a_run() {
         // Rust's runtime ignores SIGPIPE; nothing ignores SIGWINCH.
         assert!(is_ignored(Signal::SIGPIPE) && !is_ignored(Signal::SIGWINCH));
-        let stopping = stopping();
+        let stopping = stop_signals();
         assert!(stopping.contains(Signal::SIGINT) && stopping.contains(Signal::SIGTERM));
         assert!(!stopping.contains(Signal::SIGUSR1));
     }

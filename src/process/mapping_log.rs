@@ -30,7 +30,7 @@ const LOG_BYTES: usize = 256 << 10;
 /// Minimum size of the log of one CPU, in bytes, for users that may lock no more memory. Without CAP_IPC_LOCK the
 /// limit is 516 KiB per CPU for all tools of a user (kernel.perf_event_mlock_kb), including tools that have just
 /// ended.
-const LEAST_LOG_BYTES: usize = 16 << 10;
+const MIN_LOG_BYTES: usize = 16 << 10;
 /// Divisor of the log's size: a reader is woken when one such part of the log is filled.
 const WAKE_PART: usize = 4;
 
@@ -105,7 +105,7 @@ impl MappingLog {
     fn open(&mut self, cpu: usize) -> Result<()> {
         let mut bytes = LOG_BYTES;
         let mut buffer = Self::buffer(cpu, bytes);
-        while bytes > LEAST_LOG_BYTES
+        while bytes > MIN_LOG_BYTES
             && (buffer.as_ref()).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied)
         {
             bytes /= 2;
@@ -188,9 +188,9 @@ impl MappingLog {
                 changes.extend(change.map(|change| (time, change)));
             }
         }
-        for cpu in self.cpus.came() {
+        for cpu in self.cpus.newly_online() {
             match self.open(cpu) {
-                Ok(()) => attach::verbose(format_args!("mappings on CPU {cpu} are logged")),
+                Ok(()) => attach::log_verbose(format_args!("mappings on CPU {cpu} are logged")),
                 Err(error) => {
                     eprintln!("mappings that are made on CPU {cpu} are not seen: {error:#}");
                 }

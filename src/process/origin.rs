@@ -8,8 +8,8 @@ use serde::Serialize;
 
 use crate::print::clock;
 use crate::print::text;
-use crate::print::timeline::{Event, Moment};
-use crate::process::container::Home;
+use crate::print::timeline::{Event, TimelineEntry};
+use crate::process::container::CgroupInfo;
 
 /// Time and thread of an event: the first members of its object in JSON.
 #[derive(Debug, Serialize)]
@@ -25,25 +25,34 @@ pub struct Origin {
     pub comm: String,
     /// The thread's cgroup of version 2 and its container, if they are asked for.
     #[serde(flatten)]
-    pub home: Option<Home>,
+    pub cgroup_info: Option<CgroupInfo>,
 }
 
 impl Origin {
     /// Creates the origin of an event that ended at `time` in the thread `tid`; `comm` is the thread's name as the
     /// kernel has it.
-    pub fn new(time: Zoned, (pid, tid): (u32, u32), comm: &[c_char], home: Option<Home>) -> Self {
+    pub fn new(
+        time: Zoned,
+        (pid, tid): (u32, u32),
+        comm: &[c_char],
+        cgroup_info: Option<CgroupInfo>,
+    ) -> Self {
         Self {
             time,
             pid,
             tid,
             comm: text::from_c(comm),
-            home,
+            cgroup_info,
         }
     }
 
     /// Returns the event for a timeline, with the name `name`; `took_ns` is None if its duration is not known.
-    pub fn moment<'a>(&'a self, name: impl Into<Cow<'a, str>>, took_ns: Option<u64>) -> Moment<'a> {
-        Moment::Event(Event {
+    pub fn moment<'a>(
+        &'a self,
+        name: impl Into<Cow<'a, str>>,
+        took_ns: Option<u64>,
+    ) -> TimelineEntry<'a> {
+        TimelineEntry::Event(Event {
             name: name.into(),
             pid: self.pid,
             tid: self.tid,

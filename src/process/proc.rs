@@ -143,7 +143,7 @@ impl Process {
     ///
     /// # Errors
     /// If the process has exited or is a kernel thread: the message names it.
-    pub fn expect_program(&self) -> Result<()> {
+    pub fn check_user_process(&self) -> Result<()> {
         self.expect_running()?;
         if self.is_kernel_thread()? {
             bail!(
@@ -161,7 +161,7 @@ impl Process {
     /// If the process has exited, is a kernel thread or runs a 32-bit program, or its program cannot be opened.
     pub fn expect_native_program(&self) -> Result<()> {
         let pid = self.pid;
-        self.expect_program()?;
+        self.check_user_process()?;
         let exe = mapped_file::open_regular(&self.file("exe")).with_context(|| {
             let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
             format!("failed to open the program of process {pid}{remedy}")
@@ -212,7 +212,7 @@ impl Process {
     }
 
     /// Opens the files from which the process executes code, each once. Devices, and files that cannot be found any
-    /// more, are left out. Other errors are in `refused`.
+    /// more, are left out. Other errors are in `errors`.
     ///
     /// # Errors
     /// If /proc/PID/maps cannot be read.
@@ -234,7 +234,7 @@ impl Process {
                         "failed to open {name}, which process {} has mapped",
                         self.pid
                     ));
-                    found.refused.push(error);
+                    found.errors.push(error);
                 }
             }
         }
@@ -365,7 +365,7 @@ pub struct CodeFiles {
     /// The open files, in the order of their mappings.
     pub files: Vec<MappedFile>,
     /// Why other files could not be opened.
-    pub refused: Vec<anyhow::Error>,
+    pub errors: Vec<anyhow::Error>,
 }
 
 /// Device (major and minor number) and inode.

@@ -49,15 +49,15 @@ const NAMES: [(&str, &str); 9] = [
 ];
 
 /// Finds a translator among the files from which a process executes code.
-pub fn among<'a>(files: impl IntoIterator<Item = &'a Path>) -> Option<&'static str> {
+pub fn find_in<'a>(files: impl IntoIterator<Item = &'a Path>) -> Option<&'static str> {
     files.into_iter().find_map(of_file)
 }
 
 /// Translators that have started since the kernel's log of mappings was opened, and that still run.
 #[derive(Debug, Default)]
-pub struct Started(BTreeSet<u32>);
+pub struct RunningTranslators(BTreeSet<u32>);
 
-impl Started {
+impl RunningTranslators {
     /// Updates the set by a change of a process.
     pub fn note(&mut self, change: &Change) {
         match change {
@@ -116,7 +116,7 @@ mod tests {
             };
             Change::Mapped(pid, mapping)
         };
-        let mut started = Started::default();
+        let mut started = RunningTranslators::default();
         let changes = [
             mapped(1, "/usr/bin/valgrind.bin"),
             mapped(2, "/usr/bin/python3"),
@@ -149,7 +149,7 @@ mod tests {
             ("/", None),
         ] {
             let files = ["/lib/libc.so.6", file].map(Path::new);
-            assert_eq!(among(files), translator, "{file}");
+            assert_eq!(find_in(files), translator, "{file}");
         }
     }
 }

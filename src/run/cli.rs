@@ -24,7 +24,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::bpf::kretprobe;
 use crate::export::perfetto::Tracks;
-use crate::print::output::{Format, Output, Unread};
+use crate::print::output::{Format, Output, ReaderStalled};
 use crate::process::inherited;
 use crate::run::complete;
 use crate::run::poll::Poller;
@@ -33,16 +33,16 @@ use crate::stacks::table::MAX_DEPTH;
 
 /// Parses the arguments, runs the tool, and turns its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
-    complete::answer::<A>();
-    if let Some(status) = source_lines::answer() {
+    complete::handle_request::<A>();
+    if let Some(status) = source_lines::run_reader() {
         return status;
     }
     let args = match A::try_parse() {
         Ok(args) => args,
         Err(error) => return usage::<A>(&error),
     };
-    inherited::take_over();
-    give_memory_back();
+    inherited::save_and_override();
+    set_mmap_threshold();
     let outcome = run(args);
     // A tool that could not be started has left its kretprobes.
     kretprobe::remove();
@@ -92,7 +92,7 @@ fn usage<A: Parser>(said: &clap::Error) -> ExitCode {
 
 /// Makes glibc return large blocks to the kernel as soon as they are freed. Otherwise glibc keeps up to twice the
 /// largest block that there was, which is the kernel's BTF or a compiler's unwind rules.
-fn give_memory_back() {
+fn set_mmap_threshold() {
     const LARGE: i32 = 128 << 10;
     // SAFETY: there is no other thread yet. If the call is refused, more memory is kept.
     unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE) };
@@ -157,7 +157,7 @@ impl CommonArgs {
     pub fn start_as<'a>(&self, tool: &'static str, format: Format) -> Result<(Poller<'a>, Output)> {
         let (poller, output) = start(tool, format, self.output.as_deref())?;
         let output = match &self.perfetto {
-            Some(path) => output.with(Tracks::create(path, tool)?),
+            Some(path) => output.with_timeline(Tracks::create(path, tool)?),
             None => output,
         };
         Ok((poller, output))
@@ -177,7 +177,7 @@ pub fn start<'a>(
     let output = match file {
         Some(path) => Output::file(format, path)?,
         None => {
-            let stop = SignalFd::with_flags(&inherited::stopping(), SfdFlags::SFD_CLOEXEC);
+            let stop = SignalFd::with_flags(&inherited::stop_signals(), SfdFlags::SFD_CLOEXEC);
             let stop = stop.context("failed to open a signalfd")?;
             Output::stdout(tool, format, stop, poller.stopped())
         }
@@ -278,7 +278,7 @@ fn is_unread(error: &anyhow::Error) -> bool {
     let mut causes = error
         .chain()
         .filter_map(|cause| cause.downcast_ref::<io::Error>()?.get_ref());
-    causes.any(|cause| cause.is::<Unread>())
+    causes.any(|cause| cause.is::<ReaderStalled>())
 }
 
 /// Whether a line can be printed here without waiting for a reader.

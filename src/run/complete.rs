@@ -23,7 +23,7 @@ const VARIABLE: &str = "MEMTOOLS_COMPLETE";
 const MAX_CGROUPS: usize = 4096;
 
 /// Answers a shell and ends the process, if a shell started the process for completions.
-pub(crate) fn answer<A: CommandFactory>() {
+pub(crate) fn handle_request<A: CommandFactory>() {
     if env::var_os(VARIABLE).is_none() {
         return;
     }
@@ -90,6 +90,6 @@ fn programs() -> Vec<Process> {
     let pids = proc::all().unwrap_or_default().into_iter();
     let processes = pids.filter_map(|pid| Process::open(pid).ok());
     processes
-        .filter(|process| process.expect_program().is_ok())
+        .filter(|process| process.check_user_process().is_ok())
         .collect()
 }

@@ -13,26 +13,26 @@ use anyhow::Result;
 use libbpf_rs::{Link, MapCore, Object};
 
 use self::options::{MAX_IN_KERNEL, MAX_STACKS};
+use crate::bpf::fill_level::{self, FillLevel, Table, TableUsage};
 use crate::bpf::map_counts::Counts;
 use crate::bpf::ring::Events;
-use crate::bpf::room::{self, Filled, Room, Table};
 use crate::bpf::{attach, types};
 use crate::export::files::Exports;
 use crate::export::folded::Folded;
-use crate::export::profile::Value;
+use crate::export::profile::ValueType;
 use crate::export::text::{BlockStyle, block};
 use crate::print::clock::{self, Clock};
 use crate::print::output::{Format, Output};
 use crate::print::text;
 use crate::print::timeline::{self, Unit};
-use crate::process::container::{Home, Homes};
+use crate::process::container::{CgroupInfo, CgroupResolver};
 use crate::process::filter::Filter;
 use crate::run::cli::CommonArgs;
 use crate::run::losses::Losses;
 use crate::run::poll::Poller;
 use crate::run::priority;
 use crate::run::schedule::{Due, Reports};
-use crate::run::stack_sums::{Count, Key, LOST_STACK, Sums, WideHashes, largest};
+use crate::run::stack_sums::{Count, Hash128Builder, Key, LOST_STACK, Sums, largest};
 use crate::stacks::named::{NamedStack, Part};
 use crate::stacks::symbolize::Symbolizer;
 use crate::stacks::table::{StackMaps, Stacks};
@@ -52,7 +52,7 @@ pub struct StackReport<'a> {
     /// Name of what is counted, such as `page faults`.
     pub subject: &'static str,
     /// Names and units of the events, and of their bytes where these are known.
-    pub values: (Value, Option<Value>),
+    pub values: (ValueType, Option<ValueType>),
     /// The rest of the options.
     pub args: &'a StackCountArgs,
 }
@@ -110,20 +110,20 @@ impl StackReport<'_> {
 /// Reader of the counts, which prints what was counted since the last report.
 pub struct StackCounts<'map, M> {
     counts: Counts<'map, M, types::stack_count_key, types::stack_count>,
-    room: Room,
+    room: FillLevel,
     requests: &'map M,
     object: &'map Object,
     filter: &'map Filter,
     stacks: Stacks<'map, M>,
-    homes: Homes<'map>,
+    cgroup_resolver: CgroupResolver<'map>,
     symbolizer: Symbolizer,
     /// The unwinder, if there are user stacks.
     unwinder: Option<Unwinder>,
     exports: Exports,
     sums: Sums,
-    places: WideHashes,
+    places: Hash128Builder,
     /// Maximum number of stacks in the sums.
-    most: u32,
+    max_stacks: u32,
     /// Events whose stacks were left out, as the sums were full.
     without_stack: u64,
     /// Counts of each process since the last report, if there is a timeline.
@@ -131,7 +131,7 @@ pub struct StackCounts<'map, M> {
     /// When the counts were collected last.
     collected: Instant,
     /// Events that were not counted, as of the last report.
-    told: u64,
+    reported_lost: u64,
     /// Whether there was a report.
     has_reported: bool,
 }
@@ -144,7 +144,7 @@ pub struct ProcessSum {
     /// The name of the process or thread, escaped.
     pub comm: String,
     /// The cgroup and container of the process when it was last counted, if they are asked for.
-    pub home: Home,
+    pub cgroup_info: CgroupInfo,
     /// The number of events, or of bytes.
     pub sum: u64,
 }
@@ -199,9 +199,12 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         let [counts, a, b] = maps.counts;
         let (counts, room) = (
             Counts::new(counts, a, b),
-            Room::new(maps.stacks.rooms, Table::Counts)?,
+            FillLevel::new(maps.stacks.rooms, Table::Counts)?,
         );
-        room.begin(room.taken()?, room::enough(0, counts.entries()))?;
+        room.reset(
+            room.used()?,
+            fill_level::growth_threshold(0, counts.entries()),
+        )?;
         let most = args.stack_storage_size.unwrap_or(MAX_STACKS);
         Ok(Self {
             counts,
@@ -210,17 +213,17 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             object: maps.object,
             filter,
             stacks: Stacks::new(maps.stacks, most.min(MAX_IN_KERNEL))?,
-            homes: Homes::new(maps.cgroup_paths),
+            cgroup_resolver: CgroupResolver::new(maps.cgroup_paths),
             symbolizer,
             unwinder,
             exports,
             sums: Sums::default(),
-            places: WideHashes::default(),
-            most,
+            places: Hash128Builder::default(),
+            max_stacks: most,
             without_stack: 0,
             processes: None,
             collected: Instant::now(),
-            told: 0,
+            reported_lost: 0,
             has_reported: false,
         })
     }
@@ -244,13 +247,13 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         let requests: Events<u32> = Events::new(self.requests)?;
         priority::raise();
         poller.watch_mappings(&mappings);
-        poller.watch_room(&requests);
-        self.symbolizer.look_around();
+        poller.watch_table_requests(&requests);
+        self.symbolizer.read_running_processes();
         self.processes = output.has_timeline().then(HashMap::new);
         self.exports.begin();
         let deadline = common.deadline();
         // Many events may have been counted since the probes went live.
-        if self.room.is_crowded()? {
+        if self.room.needs_growth()? {
             self.collect(report, true)?;
         }
         let mut reports = Reports::start(&mut poller, args.interval(), args.count, deadline)?;
@@ -259,16 +262,16 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             if wake.mappings {
                 self.symbolizer.refresh();
             }
-            if wake.room {
+            if wake.table_full {
                 requests.drain()?;
             }
             match due {
-                Due::Nothing if wake.room => self.collect(report, true)?,
+                Due::Nothing if wake.table_full => self.collect(report, true)?,
                 Due::Nothing => {}
                 Due::Report => {
                     self.collect(report, true)?;
                     print(&mut self, &mut output)?;
-                    self.count_processes(report, &mut output);
+                    self.write_timeline_counts(report, &mut output);
                     self.stacks.forget_read();
                     self.symbolizer.forget_exited();
                 }
@@ -278,10 +281,10 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         attach::detach(links);
         self.collect(report, false)?;
         print(&mut self, &mut output)?;
-        self.count_processes(report, &mut output);
+        self.write_timeline_counts(report, &mut output);
         self.tell_losses(tool, &mut output)?;
         if let Some(unwinder) = self.unwinder {
-            unwinder.tell(tool, &mut output)?;
+            unwinder.report(tool, &mut output)?;
         }
         self.exports.finish()?;
         output.finish()
@@ -298,7 +301,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             .map(|(key, sum)| ProcessSum {
                 pid: key.pid,
                 comm: key.comm.clone(),
-                home: self.homes.of(counts[key].cgroup),
+                cgroup_info: self.cgroup_resolver.of(counts[key].cgroup),
                 sum,
             })
             .collect()
@@ -333,7 +336,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 sum.events += count.events;
                 sum.bytes += count.bytes;
             }
-            if !by_line || self.exports.any() {
+            if !by_line || self.exports.is_enabled() {
                 let whole = self.add(&key, count)?;
                 // By line, add_line() counts the loss.
                 if !whole && !by_line {
@@ -346,7 +349,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         }
         // Nothing in the kernel refers to a stack of the previous table any more.
         self.stacks.keep([])?;
-        if by_line && !self.exports.any() {
+        if by_line && !self.exports.is_enabled() {
             self.stacks.forget_read();
             self.symbolizer.forget_exited();
         }
@@ -354,7 +357,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     }
 
     /// Adds what processes did since the last report to the timeline, if there is one.
-    fn count_processes(&mut self, report: &StackReport<'_>, output: &mut Output) {
+    fn write_timeline_counts(&mut self, report: &StackReport<'_>, output: &mut Output) {
         let time = Clock::new().local(clock::monotonic_ns());
         for ((pid, comm), sum) in self.processes.iter_mut().flat_map(HashMap::drain) {
             let mut count = timeline::Count {
@@ -362,13 +365,13 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 unit: Unit::Count,
                 process: Some((pid, &comm)),
                 time: &time,
-                more: sum.events,
+                increase: sum.events,
             };
             output.count(&count);
             if report.values.1.is_some() {
                 count.name = format!("{}, bytes", report.subject).into();
                 count.unit = Unit::Bytes;
-                count.more = sum.bytes;
+                count.increase = sum.bytes;
                 output.count(&count);
             }
         }
@@ -381,28 +384,30 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             self.stacks.renew()?;
         }
         let now = Instant::now();
-        let filled = Filled {
+        let filled = TableUsage {
             entries: self.counts.entries(),
-            taken: self.room.taken()?,
+            taken: self.room.used()?,
             kept: 0,
-            for_time: now - mem::replace(&mut self.collected, now),
+            age: now - mem::replace(&mut self.collected, now),
         };
-        if self.room.is_crowded()? {
+        if self.room.needs_growth()? {
             self.counts
-                .enlarge(filled.next(self.most.min(MAX_IN_KERNEL)))?;
+                .enlarge(filled.next_capacity(self.max_stacks.min(MAX_IN_KERNEL)))?;
         }
-        self.room
-            .begin(0, room::enough(0, self.counts.next_entries()))
+        self.room.reset(
+            0,
+            fill_level::growth_threshold(0, self.counts.next_entries()),
+        )
     }
 
     fn add_line(&mut self, report: &StackReport<'_>, key: &Key, count: Count) -> Result<()> {
         let weight = count.weight(report.weight);
-        let place = self.place(report, key)?;
+        let place = self.line_hash(report, key)?;
         if place.is_some_and(|place| self.sums.add_at(place, weight)) {
             return Ok(());
         }
         let line = self.line(report, key)?;
-        let most = key.has_stacks().then_some(self.most);
+        let most = key.has_stacks().then_some(self.max_stacks);
         if !self.sums.add_line(line, place, weight, most) {
             self.without_stack += count.events;
             let line = self.line(report, &key.clone().without_stacks())?;
@@ -430,7 +435,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     }
 
     /// Hashes all that the line of a count is made of. Returns None where that is not known without symbolizing.
-    fn place(&mut self, report: &StackReport<'_>, key: &Key) -> Result<Option<u128>> {
+    fn line_hash(&mut self, report: &StackReport<'_>, key: &Key) -> Result<Option<u128>> {
         let mut hasher = self.places.begin();
         // With addresses, processes are kept apart: each maps a file at other addresses.
         let by_process = report.args.perpid || report.args.addresses;
@@ -450,7 +455,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         // now.
         self.stacks.get(key.user)?;
         self.stacks.get(key.kernel)?;
-        let has_room = self.sums.has_room_for(key, self.most);
+        let has_room = self.sums.has_room_for(key, self.max_stacks);
         let key = key.clone();
         let key = if has_room { key } else { key.without_stacks() };
         self.sums.add(key, count);
@@ -464,13 +469,13 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
 
     /// Returns the losses since the start.
     fn losses(&self) -> Result<Losses> {
-        Ok(Losses::of(self.object, self.filter)?.and_stacks(self.without_stack))
+        Ok(Losses::of(self.object, self.filter)?.add_lost_stacks(self.without_stack))
     }
 
     /// Reports at the end what could not be counted or symbolized.
     fn tell_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
-        self.losses()?.tell_all(tool, self.object, output)?;
-        self.symbolizer.tell_losses(tool);
+        self.losses()?.report_self(tool, self.object, output)?;
+        self.symbolizer.report_losses(tool);
         Ok(())
     }
 }

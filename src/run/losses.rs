@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::bpf::{attach, program_stats, types};
 use crate::export::metrics::Metrics;
 use crate::print::output::{Output, Row};
-use crate::print::timeline::Moment;
+use crate::print::timeline::TimelineEntry;
 use crate::process::filter::Filter;
 use crate::stacks::unwind::Unwinder;
 
@@ -48,7 +48,7 @@ impl Losses {
     pub fn of(object: &Object, filter: &Filter) -> Result<Self> {
         let records =
             |program: &Program<'_>| program.autoload() && !attach::unwinds(program.name());
-        let lost = Self::counted(object)?.and_runs(object.progs().filter(records))?;
+        let lost = Self::counted(object)?.with_skipped_runs(object.progs().filter(records))?;
         let runs = lost.runs + filter.skipped_runs()?;
         Ok(Self { runs, ..lost })
     }
@@ -84,7 +84,7 @@ impl Losses {
     ///
     /// # Errors
     /// If the kernel's counters of the programs cannot be read.
-    pub fn and_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Result<Self> {
+    pub fn with_skipped_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Result<Self> {
         Ok(Self {
             runs: program_stats::skipped(programs)?,
             ..self
@@ -92,7 +92,7 @@ impl Losses {
     }
 
     /// Returns these losses, with `runs` more skipped runs.
-    pub fn and_skipped(self, runs: u64) -> Self {
+    pub fn add_skipped_runs(self, runs: u64) -> Self {
         Self {
             runs: self.runs + runs,
             ..self
@@ -100,7 +100,7 @@ impl Losses {
     }
 
     /// Returns these losses, with `stacks` more lost stacks, which user space could not keep.
-    pub fn and_stacks(self, stacks: u64) -> Self {
+    pub fn add_lost_stacks(self, stacks: u64) -> Self {
         Self {
             stacks: self.stacks + stacks,
             ..self
@@ -112,23 +112,23 @@ impl Losses {
     ///
     /// # Errors
     /// If the map `losses` cannot be read, or the output cannot be written to.
-    pub fn tell(tool: &str, object: &Object, filter: &Filter, output: &mut Output) -> Result<()> {
-        Self::of(object, filter)?.tell_all(tool, object, output)
+    pub fn report(tool: &str, object: &Object, filter: &Filter, output: &mut Output) -> Result<()> {
+        Self::of(object, filter)?.report_self(tool, object, output)
     }
 
-    /// [`Losses::tell`] for a tool whose events may have stacks, followed by the report of the unwinder.
+    /// [`Losses::report`] for a tool whose events may have stacks, followed by the report of the unwinder.
     ///
     /// # Errors
     /// If the map `losses` cannot be read, or the output cannot be written to.
-    pub fn tell_with_stacks(
+    pub fn report_with_unwinder(
         tool: &str,
         object: &Object,
         filter: &Filter,
         unwinder: Option<Unwinder>,
         output: &mut Output,
     ) -> Result<()> {
-        Self::tell(tool, object, filter, output)?;
-        unwinder.map_or(Ok(()), |unwinder| unwinder.tell(tool, output))
+        Self::report(tool, object, filter, output)?;
+        unwinder.map_or(Ok(()), |unwinder| unwinder.report(tool, output))
     }
 
     /// Reports these losses, and how many events of the tool itself `object` left out, if any: on stderr, and as last
@@ -136,8 +136,8 @@ impl Losses {
     ///
     /// # Errors
     /// If the map `losses` cannot be read, or the output cannot be written to.
-    pub fn tell_all(self, tool: &str, object: &Object, output: &mut Output) -> Result<()> {
-        tell_own_events(tool, object, output)?;
+    pub fn report_self(self, tool: &str, object: &Object, output: &mut Output) -> Result<()> {
+        report_own_events(tool, object, output)?;
         if self.any() {
             output.row(&LostRow { lost: self })?;
             output.flush()?;
@@ -178,7 +178,7 @@ impl Losses {
 /// # Errors
 /// If the map `losses` cannot be read.
 pub fn write_metrics(object: &Object, filter: &Filter, metrics: &mut Metrics) -> Result<()> {
-    if metrics.any() {
+    if metrics.is_enabled() {
         Losses::of(object, filter)?.measure(metrics);
         metrics.write_if_due();
     }
@@ -190,7 +190,7 @@ pub fn write_metrics(object: &Object, filter: &Filter, metrics: &mut Metrics) ->
 /// # Errors
 /// If the map `losses` cannot be read, or the file could not be written.
 pub fn finish_metrics(object: &Object, filter: &Filter, mut metrics: Metrics) -> Result<()> {
-    if metrics.any() {
+    if metrics.is_enabled() {
         Losses::of(object, filter)?.measure(&mut metrics);
     }
     metrics.finish()
@@ -201,7 +201,7 @@ pub fn finish_metrics(object: &Object, filter: &Filter, mut metrics: Metrics) ->
 ///
 /// # Errors
 /// If the map `losses` cannot be read, or the output cannot be written to.
-pub fn tell_own_events(tool: &str, object: &Object, output: &mut Output) -> Result<()> {
+pub fn report_own_events(tool: &str, object: &Object, output: &mut Output) -> Result<()> {
     let own_events = counters(object)?.own_events;
     if own_events > 0 {
         output.row(&OwnRow { own_events })?;
@@ -234,8 +234,8 @@ impl Row for LostRow {
         Ok(())
     }
 
-    fn moment(&self) -> Moment<'_> {
-        Moment::Remark("lost")
+    fn moment(&self) -> TimelineEntry<'_> {
+        TimelineEntry::Remark("lost")
     }
 }
 

@@ -32,13 +32,13 @@ pub struct Wake {
     /// The log of mappings is filling up.
     pub mappings: bool,
     /// Another thread of the tool asks for something.
-    pub asked: bool,
+    pub thread_request: bool,
     /// A BPF program asks for a larger table.
-    pub room: bool,
+    pub table_full: bool,
     /// A client of [`serve`](crate::serve) waits for a report.
     pub client: bool,
     /// A command is held at its exit.
-    pub held: bool,
+    pub command_exiting: bool,
     /// Tasks have waited for memory as long as a [`Trigger`] says.
     pub pressure: bool,
     /// The interval has passed.
@@ -78,7 +78,7 @@ impl<'a> Poller<'a> {
     /// # Errors
     /// If the signals cannot be blocked.
     pub fn new() -> Result<Self> {
-        let mut taken = inherited::stopping();
+        let mut taken = inherited::stop_signals();
         taken.add(Signal::SIGUSR1);
         taken.thread_block().context("failed to block signals")?;
         let signals = SignalFd::with_flags(&taken, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
@@ -121,13 +121,13 @@ impl<'a> Poller<'a> {
     }
 
     /// Wakes when a thread of ours asks for something by this descriptor.
-    pub fn watch_questions(&mut self, questions: &'a impl AsFd) {
+    pub fn watch_thread_requests(&mut self, questions: &'a impl AsFd) {
         self.questions = Some(questions.as_fd());
     }
 
     /// Wakes when a BPF program asks for a larger table, in the ring buffer `room_requests`. The caller has to read
     /// that ring buffer then.
-    pub fn watch_room(&mut self, requests: &'a impl AsFd) {
+    pub fn watch_table_requests(&mut self, requests: &'a impl AsFd) {
         self.room = Some(requests.as_fd());
     }
 
@@ -137,10 +137,10 @@ impl<'a> Poller<'a> {
         self.clients = Some(server.as_fd());
     }
 
-    /// Wakes when a command is held at its exit. `told` is the descriptor of
+    /// Wakes when a command is held at its exit. `ready` is the descriptor of
     /// [`AtExit`](crate::heap::capture::at_exit::AtExit) that tells so.
-    pub fn watch_held(&mut self, told: BorrowedFd<'a>) {
-        self.held = Some(told);
+    pub fn watch_command_exit(&mut self, ready: BorrowedFd<'a>) {
+        self.held = Some(ready);
     }
 
     /// Wakes when tasks wait for memory, as this trigger tells.
@@ -190,7 +190,7 @@ impl<'a> Poller<'a> {
     ///
     /// # Errors
     /// If the kernel does not let us look.
-    pub fn look(&mut self, deadline: Option<Instant>) -> Result<Wake> {
+    pub fn poll_now(&mut self, deadline: Option<Instant>) -> Result<Wake> {
         self.wait_once(deadline, false)
     }
 
@@ -280,11 +280,11 @@ impl<'a> Poller<'a> {
             },
             Source::Stdout => wake.stop = true,
             Source::Mappings => wake.mappings = true,
-            Source::Questions => wake.asked = true,
-            Source::Room => wake.room = true,
+            Source::Questions => wake.thread_request = true,
+            Source::Room => wake.table_full = true,
             Source::Pressure => wake.pressure = true,
             Source::Clients => wake.client = true,
-            Source::Held => wake.held = true,
+            Source::Held => wake.command_exiting = true,
             Source::Ring => {
                 wake.events = true;
                 self.look_again = Instant::now() + PAUSE_BETWEEN_LOOKS;

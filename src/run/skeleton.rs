@@ -13,7 +13,7 @@
 //!
 //! ```no_run
 //! use memtools::process::filter::Filter;
-//! use memtools::run::skeleton::StackRoom;
+//! use memtools::run::skeleton::StackCapacity;
 //! use memtools::stacks::unwind::UnwindArgs;
 //!
 //! // Another object takes no stacks (`none`), or only the kernel's (`kernel`).
@@ -31,14 +31,14 @@ use crate::stacks::table::MAX_DEPTH;
 
 /// Capacity of an object for call stacks, and their maximum depth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StackRoom {
+pub struct StackCapacity {
     /// Capacity for distinct stacks at first; None if no stack is ever taken.
     pub first_entries: Option<u32>,
     /// Maximum number of frames of a stack.
     pub depth: u32,
 }
 
-impl StackRoom {
+impl StackCapacity {
     /// Capacity for no stack.
     pub const NONE: Self = Self {
         first_entries: None,
@@ -53,7 +53,7 @@ impl StackRoom {
         }
     }
 
-    /// Returns this capacity if stacks are wanted, else [`StackRoom::NONE`].
+    /// Returns this capacity if stacks are wanted, else [`StackCapacity::NONE`].
     #[must_use]
     pub fn if_wanted(self, wanted: bool) -> Self {
         if wanted { self } else { Self::NONE }
@@ -111,8 +111,8 @@ macro_rules! skeleton {
             /// Starts the slow part of `prepare`, on another CPU. No process may be forked until `prepare` has
             /// returned.
             #[allow(dead_code, reason = "most tools have nothing else to do meanwhile")]
-            pub(crate) fn begin() {
-                $crate::bpf::attach::begin::<generated::$builder>();
+            pub(crate) fn prefetch_kernel_types() {
+                $crate::bpf::attach::prefetch_kernel_types::<generated::$builder>();
             }
 
             #[allow(dead_code, reason = "a tool loads all programs, or some")]
@@ -176,13 +176,13 @@ macro_rules! prepare_skeleton {
         /// Opens the object, and sets up its filter and the kernel's stacks.
         pub(crate) fn prepare(
             filter: &Filter,
-            stacks: $crate::run::skeleton::StackRoom,
+            stacks: $crate::run::skeleton::StackCapacity,
         ) -> anyhow::Result<Prepared<'_>> {
             let mut prepared = Prepared::open(filter)?;
             prepared.options()?.stack_depth = stacks.depth;
             let maps = &mut prepared.maps;
             let others = [&mut maps.stack_slots];
-            $crate::stacks::table::size(&mut maps.stacks, others, stacks.first_entries)?;
+            $crate::stacks::table::set_capacity(&mut maps.stacks, others, stacks.first_entries)?;
             Ok(prepared)
         }
     };
@@ -190,7 +190,7 @@ macro_rules! prepare_skeleton {
         /// Opens the object, and sets up its filter and the stacks of processes.
         pub(crate) fn prepare(
             filter: &Filter,
-            stacks: $crate::run::skeleton::StackRoom,
+            stacks: $crate::run::skeleton::StackCapacity,
             unwind: $crate::stacks::unwind::UnwindArgs,
         ) -> anyhow::Result<Prepared<'_>> {
             let mut prepared = Prepared::open(filter)?;
@@ -208,7 +208,7 @@ macro_rules! prepare_skeleton {
                 &mut maps.unwind_asked,
                 &mut maps.unwind_missing,
             ];
-            $crate::stacks::table::size(&mut maps.stacks, others, stacks.first_entries)?;
+            $crate::stacks::table::set_capacity(&mut maps.stacks, others, stacks.first_entries)?;
             if stacks.first_entries.is_none() || unwind.interpreters() == 0 {
                 let of_interpreters = [
                     &mut maps.hotspot_processes,
@@ -218,11 +218,11 @@ macro_rules! prepare_skeleton {
                     &mut maps.python_codes,
                 ];
                 for map in of_interpreters {
-                    $crate::bpf::map_create::size(map, 1)?;
+                    $crate::bpf::map_create::set_capacity(map, 1)?;
                 }
             }
             if stacks.first_entries.is_none() {
-                $crate::bpf::attach::load_no_unwinding(prepared.open.open_object_mut());
+                $crate::bpf::attach::disable_unwind_programs(prepared.open.open_object_mut());
             }
             Ok(prepared)
         }

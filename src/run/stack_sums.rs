@@ -74,9 +74,9 @@ impl Count {
 
 /// Makes hashes of 128 bits. Two things with equal hashes are taken for the same thing.
 #[derive(Debug, Default)]
-pub(crate) struct WideHashes([RandomState; 2]);
+pub(crate) struct Hash128Builder([RandomState; 2]);
 
-impl WideHashes {
+impl Hash128Builder {
     pub(crate) fn begin(&self) -> WideHasher {
         WideHasher(self.0.each_ref().map(RandomState::build_hasher))
     }
@@ -122,7 +122,7 @@ pub(crate) struct Sums {
     /// Indexes of lines by their text.
     by_text: HashMap<String, usize>,
     /// Indexes of lines by the places of their frames' code, so that a stack is symbolized only once.
-    by_place: HashMap<u128, usize>,
+    by_hash: HashMap<u128, usize>,
     /// Counts by process and stack, for output that keeps these apart, such as JSON.
     pub(crate) counts: HashMap<Key, Count>,
 }
@@ -130,7 +130,7 @@ pub(crate) struct Sums {
 impl Sums {
     /// Adds to the line of the stacks at this place. Returns false if no line is known for the place yet.
     pub(crate) fn add_at(&mut self, place: u128, weight: u64) -> bool {
-        let Some(&number) = self.by_place.get(&place) else {
+        let Some(&number) = self.by_hash.get(&place) else {
             return false;
         };
         self.lines[number].sum += weight;
@@ -159,7 +159,7 @@ impl Sums {
         }
         self.lines[number].sum += weight;
         if let Some(place) = place {
-            self.by_place.insert(place, number);
+            self.by_hash.insert(place, number);
         }
         true
     }

@@ -10,13 +10,13 @@ use crate::bpf::kernel_support;
 use crate::export::files::ExportArgs;
 use crate::print::text;
 use crate::process::command::{CommandLine, HeldCommand};
-use crate::process::filter::{Filter, FilterArgs, Tasks};
+use crate::process::filter::{Filter, FilterArgs, TaskKind};
 use crate::process::proc::Process;
 use crate::run::cli::UsageError;
 use crate::run::poll::Poller;
 use crate::run::privileges;
 use crate::stacks::symbolize::Symbolizer;
-use crate::stacks::unwind::{UnwindArgs, UnwindParts, Unwinder, Whose};
+use crate::stacks::unwind::{UnwindArgs, UnwindParts, UnwindTarget, Unwinder};
 
 /// Options that choose it.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -70,16 +70,16 @@ impl Target {
     /// # Errors
     /// If the options contradict each other (then the error is a [`UsageError`]), a process has exited or may not be
     /// traced, or the command cannot be started.
-    pub fn choose(args: &TargetArgs, tasks: Tasks) -> Result<Self> {
+    pub fn resolve(args: &TargetArgs, tasks: TaskKind) -> Result<Self> {
         Self::choose_thread(args, None, tasks)
     }
 
-    /// [`Target::choose`] with a tool's `-t`, which wins over `-p`.
+    /// [`Target::resolve`] with a tool's `-t`, which wins over `-p`.
     ///
     /// # Errors
     /// If the options contradict each other (then the error is a [`UsageError`]), a process has exited or may not be
     /// traced, or the command cannot be started.
-    pub fn choose_thread(args: &TargetArgs, tid: Option<u32>, tasks: Tasks) -> Result<Self> {
+    pub fn choose_thread(args: &TargetArgs, tid: Option<u32>, tasks: TaskKind) -> Result<Self> {
         let mut filter_args = args.filter.clone();
         let line = args.command.as_deref();
         if args.children && line.is_none() && filter_args.pid.is_empty() {
@@ -96,7 +96,7 @@ impl Target {
         // Mounting tracefs takes a privilege that is given up next. A tool that needs tracefs checks once more, and
         // reports what is missing.
         let _ = kernel_support::preflight_tracepoints();
-        privileges::keep_what_tracing_takes(&[])?;
+        privileges::drop_unneeded(&[])?;
         if let Some((_, command)) = &command {
             filter_args.pid = vec![command.pid()];
         }
@@ -176,12 +176,12 @@ impl Target {
         likely: &[u32],
     ) -> Result<Unwinder> {
         let whose = match &self.command {
-            Some((line, command)) => Whose::Command {
+            Some((line, command)) => UnwindTarget::Command {
                 pid: command.pid(),
                 line: line.clone(),
                 descendants: false,
             },
-            None => Whose::Processes([&self.pids(), likely].concat()),
+            None => UnwindTarget::Processes([&self.pids(), likely].concat()),
         };
         Unwinder::start(args, parts, whose)
     }
@@ -214,7 +214,7 @@ impl Target {
 }
 
 /// Prints a hint on stderr if an interval after `-p` is also the id of a process, which was probably meant.
-pub fn doubt_interval(tool: &str, interval: Option<Duration>, named: &[u32]) {
+pub fn warn_if_interval_is_pid(tool: &str, interval: Option<Duration>, named: &[u32]) {
     if let Some(pid) = interval.and_then(|interval| meant_pid(interval, named)) {
         eprintln!(
             "{tool}: {pid} is taken for the seconds between reports; if process {pid} is meant, too: \
@@ -233,7 +233,7 @@ pub fn doubt_interval(tool: &str, interval: Option<Duration>, named: &[u32]) {
 fn meant_pid(interval: Duration, named: &[u32]) -> Option<u32> {
     let pid = u32::try_from(interval.as_secs()).ok()?;
     let whole = interval.subsec_nanos() == 0;
-    let is_program = || Process::open(pid).and_then(|process| process.expect_program());
+    let is_program = || Process::open(pid).and_then(|process| process.check_user_process());
     (!named.is_empty() && whole && pid > 1 && is_program().is_ok()).then_some(pid)
 }
 

@@ -131,7 +131,7 @@ impl Listener {
                 Ok(Self { socket, address })
             }
             Address::Unix(path) => {
-                make_way(path).with_context(failed)?;
+                remove_stale_socket(path).with_context(failed)?;
                 // Whoever may write to the socket's file may connect. No other thread can create a file with this
                 // umask, as none has been started.
                 let before = umask(Mode::from_bits_truncate(0o177));
@@ -195,7 +195,7 @@ fn named(error: io::Error) -> anyhow::Error {
 }
 
 /// Removes a Unix socket's file that a program left behind and at which nobody listens.
-fn make_way(path: &Path) -> Result<()> {
+fn remove_stale_socket(path: &Path) -> Result<()> {
     let Ok(there) = fs::symlink_metadata(path) else {
         return Ok(());
     };

@@ -15,7 +15,7 @@ const FRESH: Duration = Duration::from_secs(1);
 /// tenth of the tracing thread's time goes into reports for clients.
 const FRESH_PART: u32 = 10;
 /// Maximum time that a client waits for a report.
-const PATIENCE: Duration = Duration::from_secs(10);
+const REPORT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Reason for which there is no report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,7 +70,7 @@ impl Exchange {
         &self,
         earliest: Option<Instant>,
     ) -> Result<(Arc<ServedReport>, Instant), Unavailable> {
-        let mut deadline = Instant::now() + PATIENCE;
+        let mut deadline = Instant::now() + REPORT_TIMEOUT;
         let mut state = self.lock();
         loop {
             let now = Instant::now();
@@ -83,7 +83,7 @@ impl Exchange {
                         return Ok((Arc::clone(&latest.report), latest.begun));
                     }
                     // The next report is not requested before the last one is stale, however long that takes.
-                    deadline = latest.fresh_until + PATIENCE;
+                    deadline = latest.fresh_until + REPORT_TIMEOUT;
                     let left = latest.fresh_until.saturating_duration_since(now);
                     state = self.wait(state, left);
                     continue;

@@ -14,9 +14,9 @@ use jiff::fmt::rfc2822::DateTimePrinter;
 use crate::serve::address::{Stream, is_local};
 
 /// Maximum size of a request, in bytes.
-pub(super) const MOST_BYTES: usize = 8 << 10;
+pub(super) const MAX_REQUEST_BYTES: usize = 8 << 10;
 /// Maximum number of a request's headers.
-const MOST_HEADERS: usize = 64;
+const MAX_HEADERS: usize = 64;
 /// Maximum time in which a request must arrive.
 pub(super) const READING: Duration = Duration::from_secs(2);
 /// Maximum time in which a client must read the response.
@@ -151,7 +151,7 @@ pub(super) fn read(
     local_names: bool,
 ) -> io::Result<Option<Result<Request, Response>>> {
     let deadline = Instant::now() + READING;
-    let mut bytes = [0; MOST_BYTES];
+    let mut bytes = [0; MAX_REQUEST_BYTES];
     let mut length = 0;
     loop {
         match read_some(stream, &mut bytes[length..], deadline) {
@@ -166,20 +166,20 @@ pub(super) fn read(
         if let Some(parsed) = parse(&bytes[..length], local_names) {
             return Ok(Some(parsed));
         }
-        if length == MOST_BYTES {
+        if length == MAX_REQUEST_BYTES {
             return Ok(Some(Err(too_large())));
         }
     }
 }
 
 fn too_large() -> Response {
-    let message = format!("a request has {MOST_BYTES} bytes at most");
+    let message = format!("a request has {MAX_REQUEST_BYTES} bytes at most");
     Response::text(Status::HeadersTooLarge, &message)
 }
 
 /// Parses a request. Returns None if it is not complete.
 fn parse(bytes: &[u8], local_names: bool) -> Option<Result<Request, Response>> {
-    let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
+    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut request = httparse::Request::new(&mut headers);
     match request.parse(bytes) {
         Ok(httparse::Status::Complete(_)) => Some(check(&request, local_names)),
@@ -333,7 +333,7 @@ mod tests {
         }
         let foreign = "GET / HTTP/1.1\r\nHost: example.com\r\n\r\n";
         assert_eq!(status(foreign, false), Some(Status::Ok));
-        let many = format!("GET / HTTP/1.1\r\n{}", "a: b\r\n".repeat(MOST_HEADERS + 1));
+        let many = format!("GET / HTTP/1.1\r\n{}", "a: b\r\n".repeat(MAX_HEADERS + 1));
         assert_eq!(status(&many, true), Some(Status::HeadersTooLarge));
     }
 
@@ -360,8 +360,11 @@ mod tests {
                 let _ = client.write_all(&request);
             }
         };
-        assert_eq!(read_from(of(MOST_BYTES)), Some(Status::Ok));
-        assert_eq!(read_from(of(MOST_BYTES + 1)), Some(Status::HeadersTooLarge));
+        assert_eq!(read_from(of(MAX_REQUEST_BYTES)), Some(Status::Ok));
+        assert_eq!(
+            read_from(of(MAX_REQUEST_BYTES + 1)),
+            Some(Status::HeadersTooLarge)
+        );
         assert_eq!(read_from(drop), None);
         let began = Instant::now();
         let slow = |mut client: UnixStream| {

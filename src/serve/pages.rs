@@ -8,12 +8,12 @@ use crate::serve::html;
 use crate::serve::http::{Request, Response, Status};
 use crate::serve::openmetrics;
 use crate::serve::report::{self, Content, ServedReport};
-use crate::serve::server::{Shared, Slot};
+use crate::serve::server::{Permit, Shared};
 
 /// Path at which Go programs have their profiles.
 const PPROF: &str = "/debug/pprof/";
 /// Maximum number of seconds of a difference.
-const MOST_SECONDS: u64 = 60;
+const MAX_SECONDS: u64 = 60;
 
 /// Content security policy of the page: it may load its own frame, and nothing from elsewhere.
 const PAGE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; frame-src 'self'; \
@@ -103,7 +103,7 @@ fn flame(report: &ServedReport, content: &Content) -> Result<Response, String> {
 }
 
 fn metrics(_: &ServedReport, content: &Content) -> Result<Response, String> {
-    let body = report::made(|out| Ok(openmetrics::write(&content.families, out)?))?;
+    let body = report::write_to_bytes(|out| Ok(openmetrics::write(&content.families, out)?))?;
     Ok(ok(openmetrics::CONTENT_TYPE, body))
 }
 
@@ -142,7 +142,7 @@ fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Respon
 /// Returns the profile as text, for people.
 fn text(_: &ServedReport, content: &Content) -> Result<Response, String> {
     let mut is_heap = false;
-    let body = report::made(|out| {
+    let body = report::write_to_bytes(|out| {
         is_heap = content.encoded.write_text(out)?;
         Ok(())
     })?;
@@ -158,17 +158,17 @@ fn text(_: &ServedReport, content: &Content) -> Result<Response, String> {
 /// Returns the profile of what is added within so many seconds from now on.
 fn difference(seconds: &str, shared: &Arc<Shared>) -> Result<Body, Response> {
     let seconds = match seconds.parse() {
-        Ok(seconds @ 1..=MOST_SECONDS) => Duration::from_secs(seconds),
+        Ok(seconds @ 1..=MAX_SECONDS) => Duration::from_secs(seconds),
         _ => {
-            let message = format!("seconds: must be a whole number from 1 to {MOST_SECONDS}");
+            let message = format!("seconds: must be a whole number from 1 to {MAX_SECONDS}");
             return Err(Response::text(Status::BadRequest, &message));
         }
     };
-    if !shared.differences.take() {
+    if !shared.differences.try_acquire() {
         let message = "too many wait for a difference (seconds); try again";
         return Err(Response::text(Status::Unavailable, message));
     }
-    let _slot = Slot::of(shared, |shared| &shared.differences);
+    let _slot = Permit::of(shared, |shared| &shared.differences);
     let exchange = &shared.exchange;
     // An older report is no start: what was added between it and now would be counted, too.
     let (earlier, begun) = exchange
@@ -178,7 +178,7 @@ fn difference(seconds: &str, shared: &Arc<Shared>) -> Result<Body, Response> {
     exchange.pause(until).map_err(unavailable)?;
     let (later, _) = exchange.report_from(Some(until)).map_err(unavailable)?;
     let (earlier, later) = (content(&earlier)?, content(&later)?);
-    Ok(report::made(|out| {
+    Ok(report::write_to_bytes(|out| {
         later.encoded.since(&earlier.encoded).write(out)
     }))
 }

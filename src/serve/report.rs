@@ -20,14 +20,14 @@ use crate::stacks::named::{Frame, NamedStack};
 const TOP: usize = 10;
 
 /// A report in one format, made once, or an error message.
-type Made = OnceLock<Result<Arc<[u8]>, String>>;
+type CachedBody = OnceLock<Result<Arc<[u8]>, String>>;
 
 /// A report, and its formats as they were first asked for.
 #[derive(Default)]
 pub struct ServedReport {
     pub(super) content: Option<Content>,
-    pub(super) pprof: Made,
-    pub(super) flame: Made,
+    pub(super) pprof: CachedBody,
+    pub(super) flame: CachedBody,
 }
 
 impl fmt::Debug for ServedReport {
@@ -93,16 +93,18 @@ impl ServedReport {
 
 impl Content {
     pub(super) fn pprof(&self) -> Result<Arc<[u8]>, String> {
-        made(|out| self.encoded.write(out))
+        write_to_bytes(|out| self.encoded.write(out))
     }
 
     pub(super) fn flame(&self) -> Result<Arc<[u8]>, String> {
-        made(|out| self.graph.draw(out))
+        write_to_bytes(|out| self.graph.draw(out))
     }
 }
 
 /// Collects the bytes that a format writes.
-pub(super) fn made(write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<Arc<[u8]>, String> {
+pub(super) fn write_to_bytes(
+    write: impl FnOnce(&mut dyn Write) -> Result<()>,
+) -> Result<Arc<[u8]>, String> {
     let mut bytes = Vec::new();
     let written = write(&mut bytes).map_err(|error| format!("{error:#}"));
     written.map(|()| bytes.into())
@@ -117,17 +119,21 @@ struct Stack<'a> {
 
 impl Page {
     fn of(profile: &Profile, keys: &[Key], trends: &Trends, lost: Option<String>) -> Self {
-        let Profile { values, main, .. } = profile;
+        let Profile {
+            values,
+            main_value: main,
+            ..
+        } = profile;
         let sums = values.iter().enumerate();
         let sums: Vec<String> = sums
-            .map(|(at, value)| number(profile.total(at), value.unit, value.counted))
+            .map(|(at, value)| number(profile.total(at), value.unit, value.count_name))
             .collect();
         let time = clock::time_of_day(&profile.until);
         let mut facts = vec![
             format!("{} {time}", profile.until.date()),
             format!("since {}", clock::time_of_day(&profile.since)),
             sums.join(", "),
-            text::counted(profile.samples.len() as u64, "stack"),
+            text::count_with_noun(profile.samples.len() as u64, "stack"),
         ];
         facts.extend(profile.remarks.iter().cloned());
         facts.extend(lost);
@@ -157,7 +163,7 @@ impl Page {
         Self {
             title: profile.title(),
             facts,
-            columns: values.iter().map(|value| value.counted).collect(),
+            columns: values.iter().map(|value| value.count_name).collect(),
             largest,
             growing,
         }

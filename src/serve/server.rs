@@ -13,9 +13,9 @@ use crate::serve::report::ServedReport;
 use crate::serve::{http, pages};
 
 /// Maximum number of connections at once. Others wait to be accepted: one that hangs takes [`http::READING`].
-const MOST_CONNECTIONS: usize = 64;
+const MAX_CONNECTIONS: usize = 64;
 /// Maximum number of clients that wait for a difference over a time at once.
-const MOST_DIFFERENCES: usize = 8;
+const MAX_DIFFERENCES: usize = 8;
 /// Pause after a connection could not be accepted, such as for lack of descriptors.
 const AFTER_FAILURE: Duration = Duration::from_millis(100);
 
@@ -30,9 +30,9 @@ pub struct Server {
 pub(super) struct Shared {
     listener: Listener,
     pub(super) exchange: Exchange,
-    connections: Slots,
+    connections: Semaphore,
     /// Connections that wait for a difference, limited so that they do not keep all others out.
-    pub(super) differences: Slots,
+    pub(super) differences: Semaphore,
 }
 
 impl Server {
@@ -45,8 +45,8 @@ impl Server {
         let shared = Arc::new(Shared {
             listener,
             exchange: Exchange::new()?,
-            connections: Slots::new(MOST_CONNECTIONS),
-            differences: Slots::new(MOST_DIFFERENCES),
+            connections: Semaphore::new(MAX_CONNECTIONS),
+            differences: Semaphore::new(MAX_DIFFERENCES),
         });
         let accepts = Arc::clone(&shared);
         thread::Builder::new()
@@ -88,19 +88,19 @@ impl Drop for Server {
 }
 
 fn accept(shared: &Arc<Shared>) {
-    while shared.connections.take_or_wait() {
+    while shared.connections.acquire() {
         match shared.listener.accept() {
             Ok(stream) => {
-                let slot = Slot::of(shared, |shared| &shared.connections);
+                let slot = Permit::of(shared, |shared| &shared.connections);
                 let started = thread::Builder::new()
                     .name("serve-client".into())
-                    .spawn(move || talk(stream, &slot));
+                    .spawn(move || handle_connection(stream, &slot));
                 if started.is_err() {
                     thread::sleep(AFTER_FAILURE);
                 }
             }
             Err(_) => {
-                shared.connections.give_back();
+                shared.connections.release();
                 thread::sleep(AFTER_FAILURE);
             }
         }
@@ -108,7 +108,7 @@ fn accept(shared: &Arc<Shared>) {
 }
 
 /// Answers one request. Errors that a client causes are ignored.
-fn talk(mut stream: Box<dyn Stream>, Slot { shared, .. }: &Slot) {
+fn handle_connection(mut stream: Box<dyn Stream>, Permit { shared, .. }: &Permit) {
     let request = http::read(&mut *stream, shared.listener.wants_local_names());
     let Ok(Some(request)) = request else { return };
     let head_only = request.as_ref().is_ok_and(|request| request.head_only);
@@ -119,13 +119,13 @@ fn talk(mut stream: Box<dyn Stream>, Slot { shared, .. }: &Slot) {
 
 /// Counter of free slots, which limits how many of something are in use at once.
 #[derive(Debug)]
-pub(super) struct Slots {
+pub(super) struct Semaphore {
     /// Number of free slots; None once this is closed.
     free: Mutex<Option<usize>>,
     changed: Condvar,
 }
 
-impl Slots {
+impl Semaphore {
     fn new(slots: usize) -> Self {
         Self {
             free: Mutex::new(Some(slots)),
@@ -134,7 +134,7 @@ impl Slots {
     }
 
     /// Takes a slot, and waits until one is free. Returns false once this is closed.
-    fn take_or_wait(&self) -> bool {
+    fn acquire(&self) -> bool {
         let mut free = self.lock();
         loop {
             match &mut *free {
@@ -152,13 +152,13 @@ impl Slots {
     }
 
     /// Takes a slot if one is free.
-    pub(super) fn take(&self) -> bool {
+    pub(super) fn try_acquire(&self) -> bool {
         let mut free = self.lock();
         let count = free.as_mut().filter(|count| **count > 0);
         count.map(|count| *count -= 1).is_some()
     }
 
-    pub(super) fn give_back(&self) {
+    pub(super) fn release(&self) {
         if let Some(count) = &mut *self.lock() {
             *count += 1;
         }
@@ -176,13 +176,13 @@ impl Slots {
 }
 
 /// A slot that was taken, which is given back when this is dropped, even by a panic.
-pub(super) struct Slot {
+pub(super) struct Permit {
     shared: Arc<Shared>,
-    slots: fn(&Shared) -> &Slots,
+    slots: fn(&Shared) -> &Semaphore,
 }
 
-impl Slot {
-    pub(super) fn of(shared: &Arc<Shared>, slots: fn(&Shared) -> &Slots) -> Self {
+impl Permit {
+    pub(super) fn of(shared: &Arc<Shared>, slots: fn(&Shared) -> &Semaphore) -> Self {
         Self {
             shared: Arc::clone(shared),
             slots,
@@ -190,8 +190,8 @@ impl Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for Permit {
     fn drop(&mut self) {
-        (self.slots)(&self.shared).give_back();
+        (self.slots)(&self.shared).release();
     }
 }

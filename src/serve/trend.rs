@@ -4,9 +4,9 @@ use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 /// Maximum number of looks that are kept.
-const MOST_LOOKS: usize = 60;
+const MAX_SNAPSHOTS: usize = 60;
 /// Maximum number of stacks that are kept of each look: those with the largest numbers.
-const MOST_STACKS: usize = 1000;
+const MAX_STACKS: usize = 1000;
 /// Minimum time between two looks.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -21,7 +21,7 @@ pub struct Trends(VecDeque<Look>);
 struct Look {
     time: Instant,
     numbers: HashMap<Key, u64>,
-    /// Whether there were more stacks than [`MOST_STACKS`].
+    /// Whether there were more stacks than [`MAX_STACKS`].
     is_cut: bool,
 }
 
@@ -45,12 +45,12 @@ impl Trends {
             return;
         }
         let mut numbers: Vec<(Key, u64)> = numbers.into_iter().collect();
-        let is_cut = numbers.len() > MOST_STACKS;
+        let is_cut = numbers.len() > MAX_STACKS;
         if is_cut {
-            numbers.select_nth_unstable_by_key(MOST_STACKS, |&(_, number)| u64::MAX - number);
-            numbers.truncate(MOST_STACKS);
+            numbers.select_nth_unstable_by_key(MAX_STACKS, |&(_, number)| u64::MAX - number);
+            numbers.truncate(MAX_STACKS);
         }
-        if self.0.len() == MOST_LOOKS {
+        if self.0.len() == MAX_SNAPSHOTS {
             self.0.pop_front();
         }
         self.0.push_back(Look {
@@ -105,22 +105,17 @@ mod tests {
     fn looks_and_stacks_are_bounded() {
         let start = Instant::now();
         let mut trends = Trends::default();
-        let stacks = MOST_STACKS as u64 + 7;
-        for second in 0..MOST_LOOKS as u64 + 11 {
+        let stacks = MAX_STACKS as u64 + 7;
+        for second in 0..MAX_SNAPSHOTS as u64 + 11 {
             let numbers = (1..=stacks).map(|stack| ((1, stack), stack));
             trends.look(start + Duration::from_secs(second), numbers);
         }
-        assert_eq!(trends.0.len(), MOST_LOOKS);
-        assert!(
-            trends
-                .0
-                .iter()
-                .all(|look| look.numbers.len() == MOST_STACKS)
-        );
+        assert_eq!(trends.0.len(), MAX_SNAPSHOTS);
+        assert!(trends.0.iter().all(|look| look.numbers.len() == MAX_STACKS));
         let now = start + Duration::from_secs(71);
-        assert_eq!(trends.of((1, stacks), now, 1).0.len(), MOST_LOOKS + 1);
+        assert_eq!(trends.of((1, stacks), now, 1).0.len(), MAX_SNAPSHOTS + 1);
         // The smallest stacks were not kept, so their earlier numbers are not known.
         assert_eq!(trends.of((1, 7), now, 1).0, [(60.0, 1)]);
-        assert_eq!(trends.of((1, 8), now, 1).0.len(), MOST_LOOKS + 1);
+        assert_eq!(trends.of((1, 8), now, 1).0.len(), MAX_SNAPSHOTS + 1);
     }
 }

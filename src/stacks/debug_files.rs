@@ -56,13 +56,13 @@ pub(crate) struct DebugInfo {
 }
 
 /// Location of the symbol table that covers all functions of a file.
-pub(crate) enum SymbolsAt {
+pub(crate) enum SymbolSource {
     /// The file itself is to be read.
-    TheFile,
+    Own,
     /// A separate debug file, or the file's `.gnu_debugdata`, has the symbols.
-    Other(Box<dyn Source>),
+    Separate(Box<dyn Source>),
     /// No symbol table is found: the file is stripped, and only functions that other files can call have names.
-    Nowhere,
+    Missing,
 }
 
 /// A file, and its path in the root that it was found in.
@@ -77,32 +77,32 @@ pub(crate) struct DebugFiles {
 
 impl DebugFiles {
     /// Finds the symbol table of a file.
-    pub(crate) fn symbols(&mut self, code: &CodeFile, file: &File) -> SymbolsAt {
+    pub(crate) fn symbols(&mut self, code: &CodeFile, file: &File) -> SymbolSource {
         let Ok(elf) = Elf::read(file) else {
-            return SymbolsAt::TheFile;
+            return SymbolSource::Own;
         };
         if has_symbols(&elf) {
-            return SymbolsAt::TheFile;
+            return SymbolSource::Own;
         }
-        if let Some((found, _)) = beside(code, &elf, has_symbols) {
-            return SymbolsAt::Other(Box::new(found));
+        if let Some((found, _)) = find_installed(code, &elf, has_symbols) {
+            return SymbolSource::Separate(Box::new(found));
         }
         if let Some(own) = own_symbols(&elf) {
-            return SymbolsAt::Other(Box::new(own));
+            return SymbolSource::Separate(Box::new(own));
         }
         match self.fetched(code, &elf) {
-            Some((fetched, _)) => SymbolsAt::Other(Box::new(fetched)),
-            None => SymbolsAt::Nowhere,
+            Some((fetched, _)) => SymbolSource::Separate(Box::new(fetched)),
+            None => SymbolSource::Missing,
         }
     }
 
     /// Opens the files that hold the DWARF of a file. Returns None if there is no DWARF.
-    pub(crate) fn lines(&mut self, code: &CodeFile, file: &File) -> Option<DebugInfo> {
+    pub(crate) fn debug_info(&mut self, code: &CodeFile, file: &File) -> Option<DebugInfo> {
         let elf = Elf::read(file).ok()?;
         let (file, path) = if has_lines(&elf) {
             (file.try_clone().ok()?, code.raw_path().to_owned())
         } else {
-            beside(code, &elf, has_lines).or_else(|| self.fetched(code, &elf))?
+            find_installed(code, &elf, has_lines).or_else(|| self.fetched(code, &elf))?
         };
         let package = [path.as_path(), code.raw_path()].into_iter();
         let mut package = package.filter_map(|path| open(code, &with_suffix(path, ".dwp")));
@@ -135,7 +135,11 @@ fn has_lines(elf: &Elf<'_>) -> bool {
 }
 
 /// Finds the installed debug file that was split from a file and has what `wanted` checks for.
-fn beside(code: &CodeFile, elf: &Elf<'_>, wanted: impl Fn(&Elf<'_>) -> bool) -> Option<Found> {
+fn find_installed(
+    code: &CodeFile,
+    elf: &Elf<'_>,
+    wanted: impl Fn(&Elf<'_>) -> bool,
+) -> Option<Found> {
     let build_id = elf.build_id();
     let by_build_id = build_id.as_deref().and_then(build_id_path);
     let by_build_id = by_build_id.into_iter().map(|path| (path, None));

@@ -169,7 +169,7 @@ fn wait(child: &mut Child) -> Result<bool> {
         if let Some(status) = child.try_wait().context("failed to wait for it")? {
             return Ok(status.success());
         }
-        limits::expect_no_end()?;
+        limits::check_interrupted()?;
         ensure!(
             started.elapsed() < MAX_TIME,
             "it took more than {} s; no other file is asked for",

@@ -10,10 +10,10 @@ use libbpf_rs::MapCore;
 use crate::stacks::interpreter_names::InterpreterNames;
 use crate::stacks::named::{NamedStack, StackIds};
 use crate::stacks::symbolize::Symbolizer;
-use crate::stacks::table::{MAX_OF_EVENTS, StackMaps, Stacks};
+use crate::stacks::table::{MAX_EVENT_ENTRIES, StackMaps, Stacks};
 
 /// Maximum number of symbolized stacks in the cache.
-const MOST_NAMED: usize = 1024;
+const MAX_CACHED: usize = 1024;
 
 /// The table of the stacks of events, with their symbolizer.
 ///
@@ -32,7 +32,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
     /// If the map that says how full the table is cannot be mapped.
     pub fn new(maps: StackMaps<'map, M>, symbolizer: Option<Symbolizer>) -> Result<Self> {
         Ok(Self {
-            table: Stacks::new(maps, MAX_OF_EVENTS)?,
+            table: Stacks::new(maps, MAX_EVENT_ENTRIES)?,
             symbolizer,
             named: Recent::default(),
         })
@@ -91,10 +91,10 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
         self.table.renew_for_events()
     }
 
-    /// Calls [`Symbolizer::tell_losses`] if stacks were asked for.
-    pub fn tell_losses(&self, tool: &str) {
+    /// Calls [`Symbolizer::report_losses`] if stacks were asked for.
+    pub fn report_losses(&self, tool: &str) {
         if let Some(symbolizer) = &self.symbolizer {
-            symbolizer.tell_losses(tool);
+            symbolizer.report_losses(tool);
         }
     }
 }
@@ -111,7 +111,7 @@ impl Recent {
     }
 
     fn add(&mut self, ids: &StackIds<'_>, named: &Rc<NamedStack>) {
-        if self.0.len() >= MOST_NAMED {
+        if self.0.len() >= MAX_CACHED {
             self.0.clear();
         }
         let key = (ids.pid, ids.user, ids.kernel);
@@ -160,7 +160,7 @@ mod tests {
         }
         for pid in 0..5003 {
             recent.add(&StackIds { pid, ..ids }, &named);
-            assert!(recent.0.len() <= MOST_NAMED);
+            assert!(recent.0.len() <= MAX_CACHED);
         }
         assert!(recent.find(&StackIds { pid: 5002, ..ids }).is_some());
     }

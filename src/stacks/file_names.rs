@@ -15,7 +15,7 @@ use crate::print::demangle::demangle;
 use crate::print::text;
 use crate::process::address_space::CodeFile;
 use crate::process::mapped_file::MappedFile;
-use crate::stacks::debug_files::{DebugFiles, SymbolsAt};
+use crate::stacks::debug_files::{DebugFiles, SymbolSource};
 use crate::stacks::source_lines::SourceLines;
 
 /// Maximum size of all cached symbol tables in bytes: enough for one of the largest.
@@ -51,12 +51,12 @@ pub(crate) struct FileNames {
     names: HashMap<(u32, u64), Option<Named>>,
     name_bytes: usize,
     uses: u64,
-    told: u32,
+    warnings: u32,
     /// Finder of separate debug files.
     pub(crate) debug_files: DebugFiles,
     lines: SourceLines,
     /// Stripped files by their numbers.
-    stripped: HashMap<u32, Places>,
+    stripped: HashMap<u32, StrippedFile>,
     /// Number of places without names in all stripped files.
     unnamed: usize,
     /// Whether there are further places without names.
@@ -65,7 +65,7 @@ pub(crate) struct FileNames {
 
 /// A stripped file, with its places without names.
 #[derive(Debug)]
-struct Places {
+struct StrippedFile {
     /// The file's name without folders, escaped.
     module: String,
     /// The file's path in the mount namespace of the process that has it mapped.
@@ -76,7 +76,7 @@ struct Places {
     unnamed: HashSet<u64>,
 }
 
-impl Places {
+impl StrippedFile {
     fn of(file: &CodeFile) -> Self {
         Self {
             module: file.module(),
@@ -146,7 +146,7 @@ impl FileNames {
             false => name.text.as_str().into(),
         };
         Some(Named {
-            shown: text::shown(&demangled),
+            shown: text::display_name(&demangled),
             mangled: (*demangled != *name.text).then(|| name.text.as_str().into()),
             offset: name.offset,
         })
@@ -155,13 +155,13 @@ impl FileNames {
     fn symbols(&mut self, file: &CodeFile, opened: &MappedFile) -> Result<Symbols> {
         let own = || Symbols::of_file(opened.file());
         match self.debug_files.symbols(file, opened.file()) {
-            SymbolsAt::TheFile => own(),
-            SymbolsAt::Other(debug) => {
+            SymbolSource::Own => own(),
+            SymbolSource::Separate(debug) => {
                 Symbols::of_split_file(opened.file(), &*debug).or_else(|_| own())
             }
-            SymbolsAt::Nowhere => {
+            SymbolSource::Missing => {
                 if self.stripped.len() < MAX_STRIPPED {
-                    let places = Places::of(file);
+                    let places = StrippedFile::of(file);
                     self.stripped.entry(file.number).or_insert(places);
                 }
                 own()
@@ -170,7 +170,7 @@ impl FileNames {
     }
 
     /// Returns the stripped files that have places without names, those with the most places first.
-    fn stripped(&self) -> Vec<&Places> {
+    fn stripped(&self) -> Vec<&StrippedFile> {
         let mut stripped: Vec<_> = self.stripped.values().collect();
         stripped.retain(|places| !places.unnamed.is_empty());
         stripped.sort_by_key(|places| (Reverse(places.unnamed.len()), &places.path));
@@ -178,13 +178,13 @@ impl FileNames {
     }
 
     /// Reports on stderr the stripped files with the most places without names, and how to get their symbols.
-    pub(crate) fn tell_stripped(&self, tool: &str) {
-        const MOST: usize = 3;
+    pub(crate) fn report_stripped(&self, tool: &str) {
+        const MAX_FILES: usize = 3;
         let stripped = self.stripped();
         if stripped.is_empty() {
             return;
         }
-        let first = &stripped[..stripped.len().min(MOST)];
+        let first = &stripped[..stripped.len().min(MAX_FILES)];
         let paths: Vec<&Path> = first.iter().map(|file| &*file.path).collect();
         let mut named: Vec<String> = Vec::new();
         for (file, package) in first.iter().zip(packages::of_files(&paths)) {
@@ -197,8 +197,8 @@ impl FileNames {
             };
             named.push(format!("{} in {}{known}", file.unnamed.len(), file.module));
         }
-        if stripped.len() > MOST {
-            let more = text::counted((stripped.len() - MOST) as u64, "other file");
+        if stripped.len() > MAX_FILES {
+            let more = text::count_with_noun((stripped.len() - MAX_FILES) as u64, "other file");
             named.push(format!("the rest in {more}"));
         }
         let way = match self.debug_files.debuginfod {
@@ -209,7 +209,7 @@ impl FileNames {
             true => "at least ",
             false => "",
         };
-        let places = text::counted(self.unnamed as u64, "place");
+        let places = text::count_with_noun(self.unnamed as u64, "place");
         eprintln!(
             "{tool}: {at_least}{places} in code without symbols: {}; for names {way}",
             named.join(", ")
@@ -221,18 +221,18 @@ impl FileNames {
     pub(crate) fn lines(&mut self, file: &CodeFile, offset: u64) -> Rc<[SourceLine]> {
         let debug_files = &mut self.debug_files;
         self.lines.find(file, offset, || {
-            debug_files.lines(file, file.open()?.file())
+            debug_files.debug_info(file, file.open()?.file())
         })
     }
 
     /// Reports on stderr why a file's functions have no names. Nothing is reported about a file that is not ELF.
     fn tell(&mut self, file: &CodeFile, error: &anyhow::Error) {
-        if error.is::<NotElf>() || self.told == MAX_TOLD {
+        if error.is::<NotElf>() || self.warnings == MAX_TOLD {
             return;
         }
-        self.told += 1;
+        self.warnings += 1;
         eprintln!("no names for frames in {}: {error:#}", file.module());
-        if self.told == MAX_TOLD {
+        if self.warnings == MAX_TOLD {
             eprintln!("no names for frames in other files: not told any more");
         }
     }
@@ -263,21 +263,21 @@ impl FileNames {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::process::address_space::{AddressSpaces, Wanted};
+    use crate::process::address_space::{AddressSpaces, TrackedProcesses};
     use crate::process::proc::Process;
 
     #[test]
     fn a_place_without_a_name_counts_once() {
         let pid = std::process::id();
-        let mut spaces = AddressSpaces::of(Wanted::Chosen);
+        let mut spaces = AddressSpaces::of(TrackedProcesses::Chosen);
         let process = Process::open(pid).expect("we run");
-        spaces.look_at(&process).expect("our mappings");
+        spaces.read_mappings(&process).expect("our mappings");
         let image = spaces.newest_image(pid).expect("our image");
         let file = &*image.program().expect("our program").file;
 
         let mut names = FileNames::default();
         names.keep(file.number, Symbols::default());
-        names.stripped.insert(file.number, Places::of(file));
+        names.stripped.insert(file.number, StrippedFile::of(file));
         for offset in [1, 2, 1] {
             assert!(names.find(file, offset).is_none());
             // Other names have taken the room.

@@ -5,7 +5,7 @@ use crate::interpreters::hotspot::names::JavaNames;
 use crate::stacks::named::Source;
 use crate::stacks::perf_map::PerfMaps;
 use crate::stacks::python_names::PythonNames;
-use crate::stacks::table::Place;
+use crate::stacks::table::RawFrame;
 
 /// Names for the frames of each interpreter.
 #[derive(Debug, Clone)]
@@ -26,7 +26,7 @@ impl InterpreterNames {
     /// Asks a process to write its perf map, if it may be asked now, and reads the map. Returns whether the map was
     /// written.
     pub(in crate::stacks) fn ask_for_map(&self, pid: u32, maps: &mut PerfMaps) -> bool {
-        let written = self.java.ask_for_map(pid);
+        let written = self.java.request_perf_map(pid);
         if written {
             maps.reread(pid);
         }
@@ -34,7 +34,7 @@ impl InterpreterNames {
     }
 
     /// Returns the interpreted Java function at a place, and the line that it is at.
-    pub(in crate::stacks) fn java_line(&self, pid: u32, place: Place) -> Option<SourceLine> {
+    pub(in crate::stacks) fn java_line(&self, pid: u32, place: RawFrame) -> Option<SourceLine> {
         self.java.lines(pid, place)?.pop()
     }
 
@@ -43,7 +43,7 @@ impl InterpreterNames {
     pub(in crate::stacks) fn java_source(
         &self,
         pid: u32,
-        place: Place,
+        place: RawFrame,
         own: Option<&(String, u64)>,
     ) -> Source {
         let Some(mut lines) = self.java.lines(pid, place) else {

@@ -168,7 +168,7 @@ impl Frame {
 
     /// Returns the place in the source as reports show it: ` (demo.c:41)`. For Python also without a line:
     /// ` (demo.py)`.
-    pub fn place(&self) -> String {
+    pub fn source_location(&self) -> String {
         match self.source.lines.last() {
             Some(SourceLine {
                 file: Some(file),
@@ -212,7 +212,7 @@ impl Frame {
     /// Java has the same name whether it is compiled or interpreted.
     pub fn function_or_module(&self) -> String {
         match (&self.symbol, &self.module) {
-            (Some((name, _)), _) if self.is_python() => format!("{name}{}", self.place()),
+            (Some((name, _)), _) if self.is_python() => format!("{name}{}", self.source_location()),
             (Some((name, _)), _) => name.clone(),
             (None, Some((module, _))) => format!("[{module}]"),
             (None, None) => "[unknown]".to_owned(),
@@ -225,7 +225,7 @@ impl Frame {
 /// one of interpreted Java `void Orders.load(int) (Orders.java:41) [java]`.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let place = self.place();
+        let place = self.source_location();
         if let (Some((name, _)), Some(language)) = (&self.symbol, self.language()) {
             return write!(f, "{name}{place} [{language}]");
         }
@@ -351,10 +351,10 @@ pub struct StackIds<'a> {
 }
 
 /// Source of names for the frames of stacks.
-pub trait Names {
+pub trait Symbolize {
     /// Symbolizes a stack: returns its frames, innermost first, and why outer frames are missing. `pid` is the process
     /// of a user stack.
-    fn part(&mut self, pid: u32, stack: &Stack) -> Part;
+    fn symbolize(&mut self, pid: u32, stack: &Stack) -> Part;
 
     /// Returns the code of the program that a process runs, if it is known.
     fn program(&self, _pid: u32) -> Option<MappedCode> {
@@ -370,14 +370,14 @@ impl NamedStack {
     pub fn read<M: MapCore>(
         ids: &StackIds<'_>,
         stacks: &mut Stacks<'_, M>,
-        names: &mut impl Names,
+        names: &mut impl Symbolize,
     ) -> Result<Self> {
         let mut part = |id: Option<u64>| -> Result<Option<Part>> {
             let Some(id) = id else { return Ok(None) };
             let Some(stack) = stacks.get(id)? else {
                 return Ok(Some(Part::default()));
             };
-            let named = (!stack.places.is_empty()).then(|| names.part(ids.pid, &stack));
+            let named = (!stack.frames.is_empty()).then(|| names.symbolize(ids.pid, &stack));
             Ok(named.map(Part::without_tracer))
         };
         Ok(Self {

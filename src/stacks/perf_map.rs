@@ -25,7 +25,7 @@ const MAX_FILE: u64 = 256 << 20;
 /// Bytes that are read at a time.
 const CHUNK: usize = 256 << 10;
 /// Number of bytes before the read position that show, at the next read, whether the file was rewritten.
-const LAST: usize = 512;
+const TAIL_BYTES: usize = 512;
 /// Maximum length of a line in bytes: two numbers and a name. The rest of a longer one is skipped.
 const MAX_LINE: usize = 40 + MAX_NAME;
 
@@ -40,7 +40,7 @@ struct PerfMap {
     file: (u64, u64),
     read: u64,
     /// The last bytes before that position.
-    last: Vec<u8>,
+    tail: Vec<u8>,
     /// Whether the read position is in the middle of a line that is too long.
     skipping: bool,
     /// Whether functions were left out for lack of memory.
@@ -53,7 +53,7 @@ impl PerfMap {
     fn read(&mut self, file: &File) -> io::Result<()> {
         let metadata = file.metadata()?;
         let identity = (metadata.dev(), metadata.ino());
-        if self.file != identity || metadata.len() < self.read || !self.begins(file) {
+        if self.file != identity || metadata.len() < self.read || !self.tail_unchanged(file) {
             *self = Self {
                 file: identity,
                 ..Self::default()
@@ -71,19 +71,20 @@ impl PerfMap {
                 break;
             }
             self.read += used as u64;
-            self.last
-                .extend_from_slice(&chunk[used.saturating_sub(LAST)..used]);
-            self.last.drain(..self.last.len().saturating_sub(LAST));
+            self.tail
+                .extend_from_slice(&chunk[used.saturating_sub(TAIL_BYTES)..used]);
+            self.tail
+                .drain(..self.tail.len().saturating_sub(TAIL_BYTES));
         }
         Ok(())
     }
 
     /// Whether the file still has the bytes that were read last. Another file can have its inode, and the compiler can
     /// have rewritten all of it.
-    fn begins(&self, file: &File) -> bool {
-        let mut there = vec![0; self.last.len()];
+    fn tail_unchanged(&self, file: &File) -> bool {
+        let mut there = vec![0; self.tail.len()];
         let from = self.read - there.len() as u64;
-        file.read_exact_at(&mut there, from).is_ok() && there == self.last
+        file.read_exact_at(&mut there, from).is_ok() && there == self.tail
     }
 
     /// Parses the lines of a part of the file. Returns how many bytes are consumed: all whole lines. The last line may
@@ -181,7 +182,7 @@ impl PerfMaps {
     pub fn find(&self, pid: u32, address: u64) -> Option<(String, u64)> {
         let (_, map) = self.maps.get(&pid)?;
         let (name, offset) = map.find(address)?;
-        Some((text::shown(name), offset))
+        Some((text::display_name(name), offset))
     }
 
     /// Evicts the least recently read maps while all maps together are too large.
@@ -246,7 +247,7 @@ mod tests {
     fn only_what_was_added_is_read_again() {
         let mut file = tempfile::tempfile().expect("a file");
         let mut map = PerfMap::default();
-        let first = format!("1000 10 first\n{:1$}\n", "", LAST);
+        let first = format!("1000 10 first\n{:1$}\n", "", TAIL_BYTES);
         file.write_all(format!("{first}2000 10 sec").as_bytes())
             .expect("room");
         map.read(&file).expect("its text");

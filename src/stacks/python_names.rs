@@ -1,10 +1,10 @@
 //! Names for the frames of Python in a user stack.
 
-use crate::interpreters::python::codes::{Codes, Known};
+use crate::interpreters::python::codes::{CodeLookup, Codes};
 use crate::interpreters::python::lines::Instruction;
 use crate::interpreters::{InterpreterArgs, PythonLines};
 use crate::stacks::named::Frame;
-use crate::stacks::table::Place;
+use crate::stacks::table::RawFrame;
 
 /// Symbolizer for frames of Python, by the options of the command line.
 #[derive(Debug, Clone)]
@@ -48,8 +48,8 @@ impl PythonNames {
 
     /// Whether a native frame is hidden if `next` follows it: a frame that Python frames follow is the interpreter's
     /// loop.
-    pub(super) fn hides_before(&self, next: Option<&Place>) -> bool {
-        !self.native_frames && matches!(next, Some(Place::Python(_)))
+    pub(super) fn hides_before(&self, next: Option<&RawFrame>) -> bool {
+        !self.native_frames && matches!(next, Some(RawFrame::Python(_)))
     }
 
     /// Marks the calls of the interpreter's loop that remain among the frames of a stack, unless native frames are
@@ -61,12 +61,12 @@ impl PythonNames {
     }
 
     /// Looks up a place of a stack as a frame of Python.
-    pub(super) fn find(&self, place: Place) -> Found {
+    pub(super) fn find(&self, place: RawFrame) -> Found {
         match place {
-            Place::Return(_) | Place::Interrupted(_) | Place::Java { .. } => Found::Native,
-            Place::PythonUnpaired => Found::Frame(Frame::of_python(0, UNPAIRED, None)),
-            Place::PythonCut => Found::Frame(Frame::of_python(0, CUT, None)),
-            Place::Python(word) => frame(word, &self.codes.get(word), self.lines),
+            RawFrame::Return(_) | RawFrame::Interrupted(_) | RawFrame::Java { .. } => Found::Native,
+            RawFrame::PythonUnpaired => Found::Frame(Frame::of_python(0, UNPAIRED, None)),
+            RawFrame::PythonCut => Found::Frame(Frame::of_python(0, CUT, None)),
+            RawFrame::Python(word) => frame(word, &self.codes.get(word), self.lines),
         }
     }
 }
@@ -81,11 +81,11 @@ const UNKNOWN: &str = "[unknown]";
 const AMBIGUOUS: &str = "[ambiguous]";
 
 /// Creates the frame of a word.
-fn frame(word: u64, known: &Known, lines: bool) -> Found {
+fn frame(word: u64, known: &CodeLookup, lines: bool) -> Found {
     let code = match known {
-        Known::Code(code) => code,
-        Known::Ambiguous => return Found::Frame(Frame::of_python(word, AMBIGUOUS, None)),
-        Known::Nothing => return Found::Frame(Frame::of_python(word, UNKNOWN, None)),
+        CodeLookup::Code(code) => code,
+        CodeLookup::Ambiguous => return Found::Frame(Frame::of_python(word, AMBIGUOUS, None)),
+        CodeLookup::Unknown => return Found::Frame(Frame::of_python(word, UNKNOWN, None)),
     };
     if code.is_shim() {
         return Found::Hidden;
@@ -123,8 +123,8 @@ mod tests {
 
     const WORD: u64 = 1 << 63 | 5 << 20;
 
-    fn known(name: &str, file: &str) -> Known {
-        Known::Code(Arc::new(Code {
+    fn known(name: &str, file: &str) -> CodeLookup {
+        CodeLookup::Code(Arc::new(Code {
             file: file.into(),
             name: name.into(),
             first_line: 41,
@@ -134,7 +134,7 @@ mod tests {
         }))
     }
 
-    fn text(word: u64, known: &Known, lines: bool) -> Option<String> {
+    fn text(word: u64, known: &CodeLookup, lines: bool) -> Option<String> {
         match frame(word, known, lines) {
             Found::Frame(frame) => Some(frame.to_string()),
             Found::Hidden => None,
@@ -157,13 +157,13 @@ mod tests {
 
     #[test]
     fn what_is_not_known_has_no_name_and_the_shim_is_no_frame() {
-        let found = |known: &Known| text(WORD, known, true);
+        let found = |known: &CodeLookup| text(WORD, known, true);
         assert_eq!(
-            found(&Known::Nothing).as_deref(),
+            found(&CodeLookup::Unknown).as_deref(),
             Some("[unknown] [python]")
         );
         assert_eq!(
-            found(&Known::Ambiguous).as_deref(),
+            found(&CodeLookup::Ambiguous).as_deref(),
             Some("[ambiguous] [python]")
         );
         assert_eq!(found(&known("__init__", "__init__")), None);

@@ -126,7 +126,7 @@ impl UnnamedPlaces {
             }
         }
         by_runtime.into_iter().map(|((name, started), places)| {
-            let places = text::counted(places, "place");
+            let places = text::count_with_noun(places, "place");
             format!(
                 "{places} in functions that {name} compiles or interprets, without a perf map; \
                  for names start it {started}"

@@ -1,6 +1,6 @@
 //! Source lines of the code in files that processes have mapped, read by separate processes.
 //!
-//! Each file's DWARF is read by a reader process of its own ([`answer`]), which is started at the first lookup. The
+//! Each file's DWARF is read by a reader process of its own ([`run_reader`]), which is started at the first lookup. The
 //! reader is this same program, without privileges, with the file open, and with limits on its memory and CPU time.
 //! Whatever the file's owner has written into the file, at worst the reader ends, and the file has no source lines.
 //! Requests go over a pipe: each is a line with an address, and its answer is a line of JSON.
@@ -153,7 +153,7 @@ impl SourceLines {
 
 /// Returns a line as it is printed: its function demangled, and all that the file's owner has written escaped.
 fn shown(line: SourceLine) -> SourceLine {
-    let name = |name: String| text::shown(&demangle(&name));
+    let name = |name: String| text::display_name(&demangle(&name));
     SourceLine {
         function: line.function.map(name),
         file: line.file.map(|file| text::escape(&file).into_owned()),
@@ -226,7 +226,7 @@ impl Reader {
         let started = Instant::now();
         let pipe = self.answers.get_ref().as_fd();
         while poll(&mut [PollFd::new(pipe, PollFlags::POLLIN)], PAUSE)? == 0 {
-            limits::expect_no_end()?;
+            limits::check_interrupted()?;
             ensure!(
                 started.elapsed() < MAX_TIME,
                 "they take more than {} s to find",
@@ -247,7 +247,7 @@ impl Drop for Reader {
 
 /// Runs as a reader of source lines if this process was started as one, until the process that started it has no more
 /// requests. Returns None if it was not.
-pub(crate) fn answer() -> Option<ExitCode> {
+pub(crate) fn run_reader() -> Option<ExitCode> {
     let files = env::var(VARIABLE).ok()?;
     let answered = read_for(&files);
     Some(if answered.is_ok() {

@@ -13,7 +13,7 @@ use std::rc::Rc;
 
 use anyhow::{Context, Result};
 
-use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, Wanted};
+use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, TrackedProcesses};
 use crate::process::mapping_log::MappingLog;
 use crate::process::proc::Process;
 use crate::process::translator;
@@ -21,11 +21,11 @@ use crate::stacks::debuginfod::Debuginfod;
 use crate::stacks::file_names::FileNames;
 use crate::stacks::interpreter_names::InterpreterNames;
 use crate::stacks::kallsyms::Kallsyms;
-use crate::stacks::named::{Frame, FrameKind, Names, Part, Source};
+use crate::stacks::named::{Frame, FrameKind, Part, Source, Symbolize};
 use crate::stacks::perf_map::PerfMaps;
 use crate::stacks::python_names::{Found, PythonNames};
 use crate::stacks::runtimes::{self, UnnamedPlaces};
-use crate::stacks::table::{Place, Side, Stack};
+use crate::stacks::table::{RawFrame, Side, Stack};
 
 /// Symbolizer for the frames of stacks.
 pub struct Symbolizer {
@@ -39,7 +39,7 @@ pub struct Symbolizer {
     unnamed: UnnamedPlaces,
     kernel: KernelNames,
     /// Binary translators that have started; None until [`Symbolizer::watch_translators`].
-    translators: Option<translator::Started>,
+    translators: Option<translator::RunningTranslators>,
     wanted_lines: WantedLines,
     /// Names for the frames of interpreters; None if these frames are not shown.
     interpreters: Option<InterpreterNames>,
@@ -61,13 +61,13 @@ pub struct SourceArgs {
 /// when the profile is made, since reading a file's DWARF takes up to a second, while events come.
 pub struct ForReports<'a>(&'a mut Symbolizer);
 
-impl Names for ForReports<'_> {
-    fn part(&mut self, pid: u32, stack: &Stack) -> Part {
+impl Symbolize for ForReports<'_> {
+    fn symbolize(&mut self, pid: u32, stack: &Stack) -> Part {
         let wanted = self.0.wanted_lines;
         if wanted == WantedLines::InProfiles {
             self.0.wanted_lines = WantedLines::None;
         }
-        let part = self.0.part(pid, stack);
+        let part = self.0.symbolize(pid, stack);
         self.0.wanted_lines = wanted;
         part
     }
@@ -96,9 +96,9 @@ pub struct KernelNames {
     symbols: Option<Kallsyms>,
 }
 
-impl Names for KernelNames {
-    fn part(&mut self, _pid: u32, stack: &Stack) -> Part {
-        let places = stack.places.iter();
+impl Symbolize for KernelNames {
+    fn symbolize(&mut self, _pid: u32, stack: &Stack) -> Part {
+        let places = stack.frames.iter();
         Part {
             frames: places.filter_map(|&place| self.frame(place)).collect(),
             truncated: stack.end.truncated(None),
@@ -107,9 +107,9 @@ impl Names for KernelNames {
 }
 
 impl KernelNames {
-    fn frame(&mut self, place: Place) -> Option<Frame> {
+    fn frame(&mut self, place: RawFrame) -> Option<Frame> {
         let (address, instruction) = (place.address()?, place.instruction()?);
-        let symbols = self.symbols.get_or_insert_with(Kallsyms::read_or_tell);
+        let symbols = self.symbols.get_or_insert_with(Kallsyms::read_or_warn);
         let found = symbols.find(instruction);
         let beyond = address - instruction;
         let module = found.map_or("kernel", |(_, _, module)| module);
@@ -130,7 +130,7 @@ impl Symbolizer {
     /// # Errors
     /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
     pub fn new() -> Result<Self> {
-        Self::with(AddressSpaces::of(Wanted::Chosen))
+        Self::with(AddressSpaces::of(TrackedProcesses::Chosen))
     }
 
     /// Creates a symbolizer for the processes that [`Symbolizer::follow`] adds, and for their descendants.
@@ -138,16 +138,16 @@ impl Symbolizer {
     /// # Errors
     /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
     pub fn of_descendants() -> Result<Self> {
-        Self::with(AddressSpaces::of(Wanted::Descendants))
+        Self::with(AddressSpaces::of(TrackedProcesses::Descendants))
     }
 
     /// Creates a symbolizer for all processes: those that start later, and those that run when
-    /// [`Symbolizer::look_around`] is called.
+    /// [`Symbolizer::read_running_processes`] is called.
     ///
     /// # Errors
     /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
     pub fn of_all_processes() -> Result<Self> {
-        Self::with(AddressSpaces::of(Wanted::All))
+        Self::with(AddressSpaces::of(TrackedProcesses::All))
     }
 
     fn with(spaces: AddressSpaces) -> Result<Self> {
@@ -205,7 +205,7 @@ impl Symbolizer {
     /// If the mappings of the process cannot be read.
     pub fn follow(&mut self, process: &Process) -> Result<()> {
         self.follow_new(process.pid());
-        self.spaces.look_at(process)
+        self.spaces.read_mappings(process)
     }
 
     /// Records from now on the mappings of a process that is about to call exec.
@@ -215,7 +215,7 @@ impl Symbolizer {
 
     /// Records the mappings of all running processes. This takes some milliseconds, so call it when the probes are
     /// live.
-    pub fn look_around(&mut self) {
+    pub fn read_running_processes(&mut self) {
         self.spaces.look_at_all();
     }
 
@@ -227,7 +227,7 @@ impl Symbolizer {
     /// If there are no file descriptors left.
     pub fn begin(&mut self, names: Option<InterpreterNames>) -> Result<OwnedFd> {
         self.name_interpreters(names);
-        self.look_around();
+        self.read_running_processes();
         self.descriptor()
     }
 
@@ -235,7 +235,7 @@ impl Symbolizer {
     pub fn read_kernel_names(&mut self) {
         self.kernel
             .symbols
-            .get_or_insert_with(Kallsyms::read_or_tell);
+            .get_or_insert_with(Kallsyms::read_or_warn);
     }
 
     /// Returns the file descriptor that [`crate::run::poll::Poller::watch_mappings`] waits for.
@@ -285,16 +285,18 @@ impl Symbolizer {
 
     /// Records the binary translators that start from now on, whoever starts them.
     pub fn watch_translators(&mut self) {
-        self.translators = Some(translator::Started::default());
+        self.translators = Some(translator::RunningTranslators::default());
     }
 
     /// Returns the processes of the translators that have started since they are watched, as of the last refresh.
     pub fn translators(&self) -> impl Iterator<Item = u32> {
-        self.translators.iter().flat_map(translator::Started::pids)
+        self.translators
+            .iter()
+            .flat_map(translator::RunningTranslators::pids)
     }
 
     /// Reports on stderr what was lost or has no symbols, so that frames may lack names. Call it at the end.
-    pub fn tell_losses(&self, tool: &str) {
+    pub fn report_losses(&self, tool: &str) {
         let mut missed = Vec::new();
         match self.log.lost() {
             0 => {}
@@ -319,7 +321,7 @@ impl Symbolizer {
         if !missed.is_empty() {
             eprintln!("{tool}: {missed}: some frames may lack names");
         }
-        self.names.tell_stripped(tool);
+        self.names.report_stripped(tool);
         self.unnamed.tell(tool);
     }
 
@@ -327,12 +329,12 @@ impl Symbolizer {
         let code: Vec<u64> = stack.instructions().collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
         // A frame pointer can be any number: an address outside all code is no frame.
-        let is_real = |(at, place): &(usize, &Place)| {
+        let is_real = |(at, place): &(usize, &RawFrame)| {
             let found = |code| image.find(code).is_some();
             *at == 0 || place.instruction().is_none_or(found)
         };
         let all = stack.checked || image.is_empty();
-        let places = stack.places.iter().enumerate();
+        let places = stack.frames.iter().enumerate();
         let real = places.take_while(|place| all || is_real(place));
         let mut frames = Vec::new();
         for (at, &place) in real {
@@ -341,7 +343,7 @@ impl Symbolizer {
                 Some(Found::Frame(frame)) => frames.push(frame),
                 Some(Found::Hidden) => {}
                 Some(Found::Native) | None => {
-                    let next = stack.places.get(at + 1);
+                    let next = stack.frames.get(at + 1);
                     if !names.is_some_and(|names| names.python.hides_before(next)) {
                         frames.extend(self.user_frame(pid, &image, place));
                     }
@@ -365,8 +367,8 @@ impl Symbolizer {
     }
 
     /// Symbolizes a frame of native code or of interpreted Java. Returns None for other places.
-    fn user_frame(&mut self, pid: u32, image: &Image, place: Place) -> Option<Frame> {
-        if let Place::Java { method, .. } = place {
+    fn user_frame(&mut self, pid: u32, image: &Image, place: RawFrame) -> Option<Frame> {
+        if let RawFrame::Java { method, .. } = place {
             let names = self.interpreters.as_ref();
             let line = names.and_then(|names| names.java_line(pid, place));
             return Some(Frame::of_java(method, line));
@@ -436,9 +438,9 @@ impl Symbolizer {
 
 /// Hashes the places of a user stack in an image, as [`Symbolizer::hash_places`] does.
 fn hash_places_in(image: &Image, stack: &Stack, hasher: &mut impl Hasher) -> bool {
-    for (frame, &place) in stack.places.iter().enumerate() {
+    for (frame, &place) in stack.frames.iter().enumerate() {
         // The same word is another function in another process.
-        if matches!(place, Place::Java { .. }) {
+        if matches!(place, RawFrame::Java { .. }) {
             return false;
         }
         let Some(address) = place.instruction() else {
@@ -461,10 +463,10 @@ fn hash_places_in(image: &Image, stack: &Stack, hasher: &mut impl Hasher) -> boo
     true
 }
 
-impl Names for Symbolizer {
-    fn part(&mut self, pid: u32, stack: &Stack) -> Part {
+impl Symbolize for Symbolizer {
+    fn symbolize(&mut self, pid: u32, stack: &Stack) -> Part {
         if stack.side == Side::Kernel {
-            return self.kernel.part(pid, stack);
+            return self.kernel.symbolize(pid, stack);
         }
         let frames = self.user_frames(pid, stack);
         // The walk ended in the last frame that is not of Python, though frames of Python can follow it.

@@ -11,13 +11,13 @@ use anyhow::{Context, Result};
 use libbpf_rs::{ErrorKind, MapCore, MapFlags, MapHandle, MapType, OpenMapMut};
 use nix::unistd::{SysconfVar, sysconf};
 
+use crate::bpf::fill_level::{self, FillLevel, Table, TableUsage};
 use crate::bpf::map_create;
-use crate::bpf::room::{self, Filled, Room, Table};
 use crate::bpf::types;
 
 mod place;
 
-pub use place::Place;
+pub use place::RawFrame;
 
 /// Maximum number of frames that the table holds of a stack.
 pub const MAX_DEPTH: u32 = types::stack_layout::STACK_MAX_DEPTH.0;
@@ -26,7 +26,7 @@ pub const MAX_DEPTH: u32 = types::stack_layout::STACK_MAX_DEPTH.0;
 pub const ENTRY_BYTES: u64 = 8 + size_of::<types::stack>() as u64 + 64;
 
 /// Maximum number of entries of a table whose stacks only pending events refer to.
-pub const MAX_OF_EVENTS: u32 = 1 << 16;
+pub const MAX_EVENT_ENTRIES: u32 = 1 << 16;
 
 /// Initial entries per online CPU. They have to last until the table is renewed, while each CPU adds new stacks.
 const FIRST_ENTRIES_PER_CPU: u32 = 2048;
@@ -35,7 +35,7 @@ const FIRST_ENTRIES_PER_CPU: u32 = 2048;
 const FIRST_ENTRIES: RangeInclusive<u32> = 4096..=16384;
 
 /// Initial number of entries where each stack comes with an event, which takes time, too.
-pub const FIRST_OF_EVENTS: u32 = 2048;
+pub const INITIAL_EVENT_ENTRIES: u32 = 2048;
 
 /// Returns the initial number of entries where BPF programs count by stack: 4.6 MB on two CPUs.
 pub fn first_entries() -> u32 {
@@ -54,17 +54,17 @@ pub fn first_entries() -> u32 {
 ///
 /// # Errors
 /// If libbpf refuses a size.
-pub fn size<const MAPS: usize>(
+pub fn set_capacity<const MAPS: usize>(
     stacks: &mut OpenMapMut<'_>,
     others: [&mut OpenMapMut<'_>; MAPS],
     first_entries: Option<u32>,
 ) -> Result<()> {
     if first_entries.is_none() {
         for map in others {
-            map_create::size(map, 1)?;
+            map_create::set_capacity(map, 1)?;
         }
     }
-    map_create::size(stacks, first_entries.unwrap_or(1))
+    map_create::set_capacity(stacks, first_entries.unwrap_or(1))
 }
 
 /// The id of a stack that could not be recorded or stored.
@@ -91,16 +91,16 @@ pub struct Stack {
     /// Side that the addresses belong to.
     pub side: Side,
     /// The frames.
-    pub places: Vec<Place>,
+    pub frames: Vec<RawFrame>,
     /// Why there is no further frame.
-    pub end: End,
+    pub end: WalkEnd,
     /// Whether each frame is known to be in code. A walk by frame pointers alone does not check that.
     pub checked: bool,
 }
 
 /// Reason for the end of a stack walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum End {
+pub enum WalkEnd {
     /// The walk ended at the outermost frame, or at the last frame pointer if only frame pointers were asked for.
     Root,
     /// The walk ended at the depth limit.
@@ -119,7 +119,7 @@ pub enum End {
     InJavaHeap,
 }
 
-impl End {
+impl WalkEnd {
     fn read(end: u8) -> Self {
         match types::stack_end(end.into()) {
             types::stack_end::STACK_END_ROOT | types::stack_end::STACK_END_FRAME_POINTER => {
@@ -153,7 +153,7 @@ impl End {
 impl Stack {
     /// Returns an address within the instruction of each native frame, innermost first.
     pub fn instructions(&self) -> impl Iterator<Item = u64> {
-        self.places.iter().filter_map(|place| place.instruction())
+        self.frames.iter().filter_map(|place| place.instruction())
     }
 
     /// Decodes a stack from its entry and from `rest`, the entry with its remaining frames.
@@ -163,20 +163,20 @@ impl Stack {
             _ => Side::Kernel,
         };
         let place = |(word, interrupted)| match side {
-            Side::User => Place::of_user(word, interrupted),
-            Side::Kernel => Place::of_native(word, interrupted),
+            Side::User => RawFrame::of_user(word, interrupted),
+            Side::Kernel => RawFrame::of_native(word, interrupted),
         };
         let is_cut = rest.is_none() && entry.depth as usize > entry.pc.len();
         Self {
             side,
-            places: words(entry)
+            frames: words(entry)
                 .chain(rest.into_iter().flat_map(words))
                 .map(place)
                 .collect(),
             end: if is_cut {
-                End::Depth
+                WalkEnd::Depth
             } else {
-                End::read(entry.end)
+                WalkEnd::read(entry.end)
             },
             checked: ![
                 types::stack_end::STACK_END_FRAME_POINTER,
@@ -224,7 +224,7 @@ pub struct StackMaps<'map, M> {
 /// returns, and later ones store their stacks in the new map.
 pub struct Stacks<'map, M> {
     maps: StackMaps<'map, M>,
-    room: Room,
+    room: FillLevel,
     /// Map that has replaced the first one; None before the first renewal.
     current: Option<MapHandle>,
     /// Map before the current one, until [`Stacks::keep`] has copied what is still referred to.
@@ -232,7 +232,7 @@ pub struct Stacks<'map, M> {
     /// Capacity of the map in use, in entries.
     entries: u32,
     /// Maximum capacity of a map, in entries.
-    most: u32,
+    max_entries: u32,
     /// Number of entries kept at the last renewal. `renewed` is when that renewal began.
     kept: u64,
     renewed: Instant,
@@ -258,16 +258,16 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     pub fn new(maps: StackMaps<'map, M>, most: u32) -> Result<Self> {
         let none = Stack {
             side: Side::User,
-            places: Vec::new(),
-            end: End::Root,
+            frames: Vec::new(),
+            end: WalkEnd::Root,
             checked: true,
         };
         let stacks = Self {
-            room: Room::new(maps.rooms, Table::Stacks)?,
+            room: FillLevel::new(maps.rooms, Table::Stacks)?,
             current: None,
             previous: None,
             entries: maps.first.max_entries(),
-            most,
+            max_entries: most,
             kept: 0,
             renewed: Instant::now(),
             lost: HashSet::new(),
@@ -276,10 +276,10 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             none: Rc::new(none),
             maps,
         };
-        let taken = stacks.room.taken()?;
+        let taken = stacks.room.used()?;
         stacks
             .room
-            .begin(taken, room::enough(taken, stacks.entries))?;
+            .reset(taken, fill_level::growth_threshold(taken, stacks.entries))?;
         Ok(stacks)
     }
 
@@ -315,7 +315,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     ///
     /// # Errors
     /// If the table cannot be read.
-    pub fn found(&mut self, id: u64) -> Result<u64> {
+    pub fn id_or_lost(&mut self, id: u64) -> Result<u64> {
         if self.lost.contains(&id) && self.get(id)?.is_none() {
             return Ok(LOST);
         }
@@ -332,7 +332,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     /// # Errors
     /// If the map of fill levels has no entry for this table.
     pub fn is_crowded(&self) -> Result<bool> {
-        self.room.is_crowded()
+        self.room.needs_growth()
     }
 
     /// Replaces the map in use with an empty one, which is larger if the old map has filled fast or if much of it was
@@ -343,17 +343,18 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     /// If there is no memory for another map, or the kernel refuses to insert the map.
     pub fn renew(&mut self) -> Result<()> {
         let begun = Instant::now();
-        let filled = Filled {
+        let filled = TableUsage {
             entries: self.entries,
-            taken: self.room.taken()?,
+            taken: self.room.used()?,
             kept: self.kept,
-            for_time: begun - self.renewed,
+            age: begun - self.renewed,
         };
-        let entries = filled.next(self.most);
+        let entries = filled.next_capacity(self.max_entries);
         let sizes = (size_of::<u64>(), size_of::<types::stack>());
         let map = map_create::create(MapType::Hash, "stacks", sizes, entries, 0)
             .context("no room for more stacks; lower --stack-storage-size")?;
-        self.room.begin(0, room::enough(0, entries))?;
+        self.room
+            .reset(0, fill_level::growth_threshold(0, entries))?;
         let fd = map.as_fd().as_raw_fd();
         self.maps
             .holder
@@ -405,9 +406,9 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             }
         }
         // The threshold depends on kept entries alone: those that BPF programs have added since may soon be dropped.
-        let taken = self.room.taken()? + copied;
+        let taken = self.room.used()? + copied;
         self.room
-            .begin(taken, room::enough(self.kept, self.entries))
+            .reset(taken, fill_level::growth_threshold(self.kept, self.entries))
     }
 
     /// Renews the table if it is crowded, for tools in which only events refer to stacks.
@@ -426,8 +427,9 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         if self.renew().is_ok() {
             return Ok(());
         }
-        let taken = self.room.taken()?;
-        self.room.begin(taken, room::enough(taken, self.entries))
+        let taken = self.room.used()?;
+        self.room
+            .reset(taken, fill_level::growth_threshold(taken, self.entries))
     }
 
     /// Returns the capacity of the table, in entries.

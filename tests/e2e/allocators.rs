@@ -115,7 +115,7 @@ fn attach(workload: &Workload, args: &[&str]) -> Result<Tool> {
 fn start(args: &[&str]) -> Result<Tool> {
     let args = [&["-j", "-o", "0", "-T", "1000"], args, &["60"]].concat();
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for("probes in")?;
+    tool.wait_for_stderr("probes in")?;
     Ok(tool)
 }
 
@@ -392,7 +392,7 @@ fn loads_an_allocator(program: &Path, trace: fn(&Workload) -> Result<Tool>) -> R
     let mut workload = Workload::spawn(Command::new(program).args(args))?;
     let mut tool = trace(&workload)?;
     workload.work()?;
-    tool.wait_for("probes in libloaded.so")?;
+    tool.wait_for_stderr("probes in libloaded.so")?;
     workload.work()?;
     let report = Report::of(tool)?;
     let found = report.of_function("leak_loaded");

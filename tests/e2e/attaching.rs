@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 
-use crate::harness::{self, Cgroup, Ended, Tool, Workload, workload};
+use crate::harness::{self, Cgroup, Tool, ToolOutput, Workload, workload};
 use crate::memleak::{self, READY};
 
 /// Returns the tests of this module.
@@ -63,7 +63,7 @@ fn a_file_that_is_swapped_takes_no_probes_elsewhere() -> Result<()> {
                 _ => vec!["--children", "-p", &pid],
             };
             let mut tool = Tool::start("memleak", &[&args[..], &["60"]].concat())?;
-            tool.wait_for(READY)?;
+            tool.wait_for_stderr(READY)?;
             let facts = victim.work()?;
             let wrong = facts.get("wrong").context("no result")?;
             ensure!(wrong == "0", "{wrong} results after {opens} opens, {how}");
@@ -87,7 +87,7 @@ fn what_is_no_elf_file_is_left_out() -> Result<()> {
         let mut odd = Workload::start("odd", &args)?;
         let args = ["-o", "0", "-T", "1000", "-p", &odd.pid(), "60"];
         let mut tool = Tool::start("memleak", &args)?;
-        tool.wait_for(READY).context(kind)?;
+        tool.wait_for_stderr(READY).context(kind)?;
         odd.work()?;
         let ended = tool.interrupt()?;
         let groups = memleak::last_report(&ended.stdout)?;
@@ -119,7 +119,7 @@ fn a_symbol_where_no_instruction_is_is_left_out() -> Result<()> {
     let mut odd = Workload::start("odd", &args)?;
     let args = ["-o", "0", "-T", "1000", "-p", &odd.pid(), "60"];
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     odd.work()?;
     let ended = tool.interrupt()?;
     let groups = memleak::last_report(&ended.stdout)?;
@@ -153,14 +153,14 @@ fn a_command_that_becomes_another_misses_nothing() -> Result<()> {
             format!("sh -c 'exec {work}'"),
             format!("sh {}", script.display()),
         ] {
-            misses_nothing(&command)?;
+            expect_nothing_missed(&command)?;
         }
     }
     Ok(())
 }
 
 /// Checks that memleak reports all 1009 blocks of 4093 bytes that a command leaks.
-fn misses_nothing(command: &str) -> Result<()> {
+fn expect_nothing_missed(command: &str) -> Result<()> {
     let ended = harness::run("memleak", &["-o", "0", "-c", command, "60"])?;
     ensure!(ended.status.success(), "{command}: {ended:?}");
     let groups = memleak::last_report(&ended.stdout)?;
@@ -177,14 +177,14 @@ fn a_command_that_preloads_an_allocator_misses_nothing() -> Result<()> {
     let program = program.to_string_lossy();
     for library in ["libjemalloc.so.2", "libmimalloc.so.2"] {
         let command = format!("env LD_PRELOAD={library} {program} one malloc 1009 4093");
-        misses_nothing(&command)?;
+        expect_nothing_missed(&command)?;
     }
     Ok(())
 }
 
 /// Checks that memleak reports all blocks that the `children` children of a command leak, each 1009 blocks of
 /// 4093 bytes, and does not report any as missed.
-fn children_miss_nothing(children: usize, command: &str) -> Result<Ended> {
+fn children_miss_nothing(children: usize, command: &str) -> Result<ToolOutput> {
     let args = ["--children", "-o", "0", "-T", "1000", "-c", command, "60"];
     let ended = harness::run("memleak", &args)?;
     ensure!(ended.status.success(), "{command}: {ended:?}");
@@ -200,7 +200,7 @@ fn children_miss_nothing(children: usize, command: &str) -> Result<Ended> {
 
 /// Returns the number of stops of its children that the workload `launch` has seen. `launch` does not see a stop
 /// that ended before it looked.
-fn stops(ended: &Ended) -> Result<u32> {
+fn stops(ended: &ToolOutput) -> Result<u32> {
     let mut lines = ended.stdout.lines();
     let stops = lines.find_map(|line| line.strip_prefix("stops="));
     Ok(stops.context("no stops")?.parse()?)
@@ -280,7 +280,7 @@ fn a_go_program_is_traced_by_its_c_functions() -> Result<()> {
     let named = ["--alloc", "alloc-go:leak_calloc(size=arg1)"];
     let args = ["-o", "0", "-p", &workload.pid(), "60"];
     let mut tool = Tool::start("memleak", &[&named[..], &args].concat())?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     workload.work()?;
     let ended = tool.interrupt()?;
     let groups = memleak::last_report(&ended.stdout)?;
@@ -343,14 +343,14 @@ fn a_translator_that_starts_later_ends_the_trace() -> Result<()> {
         "60",
     ];
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for("probes in")?;
+    tool.wait_for_stderr("probes in")?;
     // A translator that does not map the library is not affected.
     let mut elsewhere = Command::new(folder.path().join("qemu-arm"));
     harness::copy(&workload("odd-static"), &folder.path().join("qemu-arm"))?;
     let elsewhere = Workload::spawn(elsewhere.args(["zero", "-", "31", "4093"]))?;
     other.work()?;
     let translator = program("qemu-x86_64")?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
     let told = format!("process {} (qemu-x86_64) runs under QEMU", translator.pid());
     ensure!(ended.stderr.contains(&told), "{ended:?}");

@@ -9,9 +9,9 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 
-const LIVE: &str = "tracing brk(2)";
+const READY: &str = "tracing brk(2)";
 
 /// Number of calls of each kind: grow, shrink, query.
 const CALLS: [&str; 3] = ["23", "7", "5"];
@@ -35,11 +35,11 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// Traces the workload by its PID with these options.
-fn trace(options: &[&str]) -> Result<(Ended, HashMap<String, String>)> {
+fn trace(options: &[&str]) -> Result<(ToolOutput, HashMap<String, String>)> {
     let mut program = Workload::start("brk", &CALLS)?;
     let pid = program.pid();
     let mut tool = Tool::start("brkstack", &[&["-p", &pid], options].concat())?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     let facts = program.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -52,7 +52,7 @@ fn threads_at_once_are_all_counted() -> Result<()> {
         let mut program = Workload::start("contend", &["8", "1009", "brk"])?;
         let pid = program.pid();
         let mut tool = Tool::start("brkstack", &[&["-p", &pid], options].concat())?;
-        tool.wait_for(LIVE)?;
+        tool.wait_for_stderr(READY)?;
         let facts = program.work()?;
         let ended = tool.interrupt()?;
         ensure!(facts["operations"] == "8072", "{facts:?}");
@@ -224,7 +224,7 @@ fn a_process_that_has_exited_has_names() -> Result<()> {
     let path = folder.path().join("brk-that-exits");
     harness::copy(&workload("brk"), &path)?;
     let mut tool = Tool::start("brkstack", &["-n", "brk-that"])?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     let mut program = Workload::spawn(Command::new(path).args(CALLS))?;
     program.work()?;
     program.finish()?;
@@ -244,7 +244,7 @@ fn processes_can_be_kept_apart() -> Result<()> {
         ];
         let pids = programs.each_ref().map(Workload::pid);
         let mut tool = Tool::start("brkstack", &[&["-p", &pids.join(",")], options].concat())?;
-        tool.wait_for(LIVE)?;
+        tool.wait_for_stderr(READY)?;
         for program in &mut programs {
             program.work()?;
         }
@@ -319,7 +319,7 @@ fn a_command_is_traced_from_its_start() -> Result<()> {
     let command = format!("{} {}", workload("brk").display(), CALLS.join(" "));
     let mut program = Command::new(harness::tool("brkstack"));
     program.args(["-f", "-c", &command]).stdin(Stdio::null());
-    let ended = Tool::spawn(&mut program)?.end()?;
+    let ended = Tool::spawn(&mut program)?.wait()?;
     ensure!(ended.status.success(), "{ended:?}");
     // The command's own lines are also in the output.
     let stacks = ended.stdout.lines().filter(|line| line.contains(';'));

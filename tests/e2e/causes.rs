@@ -37,7 +37,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 /// Returns the current findings, worst first. OOM kills of the last hour and pressure of the last ten seconds are
 /// left out, because other tests cause them.
-fn wrong(objects: &[Value]) -> Vec<&Value> {
+fn current_findings(objects: &[Value]) -> Vec<&Value> {
     let past = |finding: &&Value| {
         ["oom-kills", "pressure"]
             .iter()
@@ -51,7 +51,7 @@ fn wrong(objects: &[Value]) -> Vec<&Value> {
 
 /// Returns the first finding, which must be of this rule, and its evidence.
 fn foremost<'a>(objects: &'a [Value], rule: &str) -> Result<(&'a Value, &'a str)> {
-    foremost_of(&wrong(objects), rule)
+    foremost_of(&current_findings(objects), rule)
 }
 
 /// Returns the first of `findings`, which must be of this rule, and its evidence.
@@ -68,7 +68,7 @@ fn foremost_beside<'a>(
     made: &str,
     rule: &str,
 ) -> Result<(&'a Value, &'a str)> {
-    let mut others = wrong(objects);
+    let mut others = current_findings(objects);
     others.retain(|finding| finding["rule"] != made);
     foremost_of(&others, rule)
 }
@@ -103,7 +103,7 @@ fn cause(kind: &str, percent: u64, more: &str, file: &[&str]) -> Result<Workload
 
 fn an_idle_machine_is_healthy() -> Result<()> {
     let (objects, _) = triage(&[])?;
-    let wrong = wrong(&objects);
+    let wrong = current_findings(&objects);
     ensure!(wrong.is_empty(), "{wrong:#?}");
     Ok(())
 }
@@ -114,7 +114,7 @@ fn a_busy_machine_is_healthy() -> Result<()> {
     let mut busy = Command::new("sh").args(["-c", script]).spawn()?;
     let looked = (0..7).try_for_each(|_| {
         let (objects, _) = triage(&[])?;
-        let wrong = wrong(&objects);
+        let wrong = current_findings(&objects);
         ensure!(wrong.is_empty(), "{wrong:#?}");
         Ok(())
     });
@@ -338,7 +338,7 @@ fn huge_pages_of_zeros() -> Result<()> {
     let mut objects = Vec::new();
     eventually("huge pages are read in time", || {
         (objects, _) = triage(&[])?;
-        Ok(!wrong(&objects).is_empty())
+        Ok(!current_findings(&objects).is_empty())
     })?;
     let (finding, evidence) = foremost(&objects, "huge-page-zeros")?;
     let has = format!("cause (pid {pid}) has ");

@@ -24,7 +24,7 @@ fn expect_only(inside: Workload, name: &str) -> Result<()> {
     let mut inside = inside;
     let mut outside = Workload::start("minor", &["29"])?;
     let mut tool = Tool::start("faults", &["-j", "--by-process", "--cgroup", name])?;
-    tool.wait_for("tracing page faults")?;
+    tool.wait_for_stderr("tracing page faults")?;
     inside.work()?;
     outside.work()?;
     let ended = tool.interrupt()?;
@@ -74,7 +74,7 @@ fn what_the_column_shows_is_found() -> Result<()> {
     let mut layout = Layout::new()?;
     layout.put(&pid, "system.slice/memtools-with-a-long-name.service")?;
     let mut tool = Tool::start("faults", &["--by-process", "--container", "-p", &pid])?;
-    tool.wait_for("tracing page faults")?;
+    tool.wait_for_stderr("tracing page faults")?;
     workload.work()?;
     let ended = tool.interrupt()?;
     let shown = "memtools…ng-name";

@@ -10,7 +10,7 @@ use libtest_mimic::Trial;
 use serde_json::Value;
 
 use crate::export;
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 use crate::memleak;
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -28,7 +28,7 @@ const SIZE: u64 = 4093;
 
 /// Runs memleak on a build of the workload in which each function leaks `blocks` blocks. Each build has the same
 /// file name, in a folder of its own.
-fn leak(build: &str, blocks: u64, options: &[&str]) -> Result<Ended> {
+fn leak(build: &str, blocks: u64, options: &[&str]) -> Result<ToolOutput> {
     let folder = harness::scratch()?;
     let program = folder.path().join("leaks");
     harness::copy(&workload(build), &program)?;
@@ -49,7 +49,7 @@ fn earlier(folder: &Path, blocks: u64) -> Result<(String, Value)> {
 }
 
 /// Returns the only object of a type.
-fn one(ended: &Ended, kind: &str) -> Result<Value> {
+fn one(ended: &ToolOutput, kind: &str) -> Result<Value> {
     let objects = ended.objects()?;
     let mut found = objects.into_iter().filter(|object| object["type"] == kind);
     let object = found
@@ -243,12 +243,12 @@ fn reports_of_the_kernel_are_compared() -> Result<()> {
     let folder = harness::scratch()?;
     let old = folder.path().join("old.pb.gz");
     let old = old.to_str().context("no UTF-8")?;
-    let run = |options: &[&str]| -> Result<Ended> {
+    let run = |options: &[&str]| -> Result<ToolOutput> {
         let mut tool = Tool::start(
             "memleak",
             &[&["-k", "-j", "-o", "0", "60"], options].concat(),
         )?;
-        tool.wait_for("Attaching to kernel allocators")?;
+        tool.wait_for_stderr("Attaching to kernel allocators")?;
         let ended = tool.interrupt()?;
         ensure!(ended.status.success(), "{ended:?}");
         Ok(ended)

@@ -88,7 +88,7 @@ impl Drop for Layout {
 
 fn start(tool: &str, args: &[&str]) -> Result<Tool> {
     let mut tool = Tool::start(tool, args)?;
-    tool.wait_for("tracing ")?;
+    tool.wait_for_stderr("tracing ")?;
     Ok(tool)
 }
 

@@ -12,7 +12,7 @@ use libtest_mimic::Trial;
 use regex_lite::Regex;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 use crate::pressure::{Group, Recording, Scarcity, Swap, Writer, vmstat};
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -31,11 +31,11 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 fn start(args: &[&str]) -> Result<Tool> {
     let mut tool = Tool::start("drsnoop", args)?;
-    tool.wait_for("tracing")?;
+    tool.wait_for_stderr("tracing")?;
     Ok(tool)
 }
 
-fn rows(ended: &Ended) -> Result<Vec<Value>> {
+fn rows(ended: &ToolOutput) -> Result<Vec<Value>> {
     let mut objects = ended.objects()?;
     objects.retain(|object| object["type"] != "unwinding");
     ensure!(
@@ -46,7 +46,7 @@ fn rows(ended: &Ended) -> Result<Vec<Value>> {
 }
 
 fn it_outlives_a_lack_of_memory() -> Result<()> {
-    harness::outlives_a_lack_of_memory(start(&[])?)
+    harness::expect_protected_from_oom(start(&[])?)
 }
 
 fn columns_are_bccs() -> Result<()> {
@@ -89,7 +89,7 @@ fn free_pages_while(work: impl FnOnce() -> Result<()>) -> Result<(u64, u64)> {
     })
 }
 
-fn columns_are_right(writer: &mut Writer, tool: Tool) -> Result<Ended> {
+fn columns_are_right(writer: &mut Writer, tool: Tool) -> Result<ToolOutput> {
     let (low, high) = free_pages_while(|| writer.write())?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Cgroup, Ended, Tool, Workload};
+use crate::harness::{self, Cgroup, Tool, ToolOutput, Workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "export":
@@ -120,21 +120,21 @@ fn trace(
     workload: &[&str],
     options: &[&str],
     files: &Files,
-) -> Result<Ended> {
+) -> Result<ToolOutput> {
     let mut program = Workload::start(workload[0], &workload[1..])?;
     let pid = program.pid();
     let export = files.options()?;
     let export: Vec<&str> = export.iter().map(String::as_str).collect();
     let args = [&["-p", &pid], &export[..], options].concat();
     let mut tool = Tool::start(tool, &args)?;
-    tool.wait_for(live)?;
+    tool.wait_for_stderr(live)?;
     program.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     Ok(ended)
 }
 
-pub(crate) fn rows(ended: &Ended, kind: &str) -> Result<Vec<Value>> {
+pub(crate) fn rows(ended: &ToolOutput, kind: &str) -> Result<Vec<Value>> {
     let mut rows = ended.objects()?;
     rows.retain(|row| row["type"] == kind);
     Ok(rows)
@@ -244,7 +244,7 @@ fn a_profile_is_as_its_format_is_published() -> Result<()> {
         "memleak",
         &["-p", &program.pid(), "-o", "0", "--pprof", &path, "60"],
     )?;
-    tool.wait_for("probes in")?;
+    tool.wait_for_stderr("probes in")?;
     program.work()?;
     ensure!(tool.interrupt()?.status.success());
     drop(program);
@@ -311,7 +311,7 @@ fn allocations_are_all_since_the_start() -> Result<()> {
     let export = files.options()?;
     let export: Vec<&str> = export.iter().map(String::as_str).collect();
     let mut tool = Tool::start("memleak", &[&["-p", &pid], &export[..], &options].concat())?;
-    tool.wait_for("probes in")?;
+    tool.wait_for_stderr("probes in")?;
     program.work()?;
     // The first report has everything, the later reports have nothing.
     for _ in 0..3 {

@@ -11,10 +11,10 @@ use libbpf_rs::{MapCore, MapHandle, MapType};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 use crate::pressure::Setting;
 
-const LIVE: &str = "tracing page faults";
+const READY: &str = "tracing page faults";
 const PAGES: &str = "1009";
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -42,11 +42,11 @@ fn trace(
     program: &str,
     args: &[&str],
     options: &[&str],
-) -> Result<(Ended, HashMap<String, String>)> {
+) -> Result<(ToolOutput, HashMap<String, String>)> {
     let mut program = Workload::start(program, args)?;
     let pid = program.pid();
     let mut tool = Tool::start("faults", &[&["-p", &pid], options].concat())?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     let facts = program.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -121,7 +121,7 @@ fn user_and_kernel_are_told_apart() -> Result<()> {
     command
         .args(["--kernel-mode", "-Ka", "-c", dd])
         .stdin(Stdio::null());
-    let ended = Tool::spawn(&mut command)?.end()?;
+    let ended = Tool::spawn(&mut command)?.wait()?;
     let zeroing = ended
         .stdout
         .lines()
@@ -161,7 +161,7 @@ fn processes_are_counted_without_stacks() -> Result<()> {
         let mut program = Workload::start("minor", &[PAGES])?;
         let pid = program.pid();
         let mut tool = Tool::start("faults", &[&["--by-process", "-p", &pid], options].concat())?;
-        tool.wait_for(LIVE)?;
+        tool.wait_for_stderr(READY)?;
         program.work()?;
         let ended = tool.interrupt()?;
         let expected = expected.replace("{pid}", &format!("{pid:<7}"));
@@ -187,7 +187,7 @@ fn processes_are_counted_without_stacks() -> Result<()> {
 /// Forked children that never call exec run their parent's code.
 fn forked_children_that_have_exited_have_names() -> Result<()> {
     let mut tool = Tool::start("faults", &["-n", "forktree"])?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     let mut program = Workload::start("forktree", &["3", "3", "11"])?;
     let facts = program.work()?;
     program.finish()?;
@@ -206,7 +206,7 @@ fn a_command_is_traced_from_its_start() -> Result<()> {
     let line = format!("{} {PAGES}", workload("minor").display());
     let mut command = Command::new(harness::tool("faults"));
     command.args(["-f", "-c", &line]).stdin(Stdio::null());
-    let ended = Tool::spawn(&mut command)?.end()?;
+    let ended = Tool::spawn(&mut command)?.wait()?;
     ensure!(ended.status.success(), "{ended:?}");
     let stacks = ended
         .stdout
@@ -264,7 +264,7 @@ fn any_number_of_stacks_is_counted() -> Result<()> {
     let mut program = Workload::start("minor", &[&pages, "stacks", &rounds])?;
     let pid = program.pid();
     let mut tool = Tool::start("faults", &["-f", "-p", &pid])?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     for round in 1..=ROUNDS {
         program.round(round == ROUNDS)?;
         let pid = pid.parse()?;
@@ -302,10 +302,10 @@ fn json_agrees() -> Result<()> {
 fn a_process_that_exits_ends_it() -> Result<()> {
     let mut program = Workload::start("minor", &[PAGES])?;
     let mut tool = Tool::start("faults", &["-p", &program.pid()])?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     program.work()?;
     program.finish()?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(
         ended.stdout.contains("write_pages 1009"),
@@ -319,9 +319,9 @@ fn a_process_that_exits_ends_it() -> Result<()> {
 /// faults of the first one as the first one leaves out.
 fn its_own_faults_are_left_out_and_told() -> Result<()> {
     let mut other = Tool::start("faults", &["--by-process", "-n", "faults"])?;
-    other.wait_for(LIVE)?;
+    other.wait_for_stderr(READY)?;
     let mut tool = Tool::start("faults", &["--by-process"])?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     let pid = tool.pid();
     let ended = tool.interrupt()?;
     let left_out = |stderr: &str| {
@@ -367,13 +367,13 @@ fn cpus_that_come_later_are_traced() -> Result<()> {
     for sleeps in [false, true] {
         let offline = (!sleeps).then(|| Setting::change(CPU_1, "0")).transpose()?;
         let mut tool = Tool::start("faults", &["-v", "-n", "minor"])?;
-        tool.wait_for(LIVE)?;
+        tool.wait_for_stderr(READY)?;
         if sleeps {
             drop(Setting::change(CPU_1, "0")?);
         }
         drop(offline);
-        tool.wait_for("CPU 1 has come online, and is traced from now on")?;
-        tool.wait_for("mappings on CPU 1 are logged")?;
+        tool.wait_for_stderr("CPU 1 has come online, and is traced from now on")?;
+        tool.wait_for_stderr("mappings on CPU 1 are logged")?;
         let mut program = Command::new("taskset");
         program.arg(ON_CPU_1).arg(workload("minor")).arg(PAGES);
         let mut program = Workload::spawn(&mut program)?;

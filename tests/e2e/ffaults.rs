@@ -8,10 +8,10 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 use crate::pressure::{folder_on_disk, shell};
 
-const LIVE: &str = "tracing page faults";
+const READY: &str = "tracing page faults";
 const PAGES: &str = "1009";
 const HOOKS: [&str; 3] = ["fexit", "kprobe", "event"];
 
@@ -35,11 +35,11 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// Traces a workload by its PID with these options.
-fn trace(program: &str, args: &[&str], options: &[&str]) -> Result<Ended> {
+fn trace(program: &str, args: &[&str], options: &[&str]) -> Result<ToolOutput> {
     let mut program = Workload::start(program, args)?;
     let pid = program.pid();
     let mut tool = Tool::start("ffaults", &[&["-p", &pid], options].concat())?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     program.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -121,7 +121,7 @@ fn threads_at_once_are_all_counted() -> Result<()> {
         let path = path.to_string_lossy();
         let mut program = Workload::start("contend", &["20", "1009", "fault", &path])?;
         let mut tool = Tool::start("ffaults", &[&["-p", &program.pid()], &*options].concat())?;
-        tool.wait_for(LIVE)?;
+        tool.wait_for_stderr(READY)?;
         let facts = program.work()?;
         let ended = tool.interrupt()?;
         ensure!(facts["major"] == "20180", "{facts:?}");
@@ -139,7 +139,7 @@ fn threads_at_once_are_all_counted() -> Result<()> {
 fn threads_in_new_memory_are_all_counted() -> Result<()> {
     let mut program = Workload::start("contend", &["20", "4001", "touch"])?;
     let mut tool = Tool::start("ffaults", &["-p", &program.pid()])?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     let facts = program.work()?;
     let ended = tool.interrupt()?;
     ensure!(facts["minor"] == "80020", "{facts:?}");
@@ -224,7 +224,7 @@ fn processes_are_told_apart() -> Result<()> {
     ];
     let pids = programs.each_ref().map(Workload::pid);
     let mut tool = Tool::start("ffaults", &["--by-process", "-p", &pids.join(",")])?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(READY)?;
     for program in &mut programs {
         program.work()?;
     }
@@ -256,7 +256,7 @@ fn shared_memory_has_its_names() -> Result<()> {
         let options = if with_path { &["--path"][..] } else { &[] };
         let mut program = Workload::start("shared", &["23", "31", "41"])?;
         let mut tool = Tool::start("ffaults", &[&["-p", &program.pid()], options].concat())?;
-        tool.wait_for(LIVE)?;
+        tool.wait_for_stderr(READY)?;
         let facts = program.work()?;
         let ended = tool.interrupt()?;
         let faults = facts["minor"].parse::<u64>()? + facts["major"].parse::<u64>()?;

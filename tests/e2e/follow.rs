@@ -13,7 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "follow":
@@ -25,7 +25,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// Runs a tool that traces a command and ends with it.
-fn trace(tool: &str, options: &[&str], command: &str) -> Result<Ended> {
+fn trace(tool: &str, options: &[&str], command: &str) -> Result<ToolOutput> {
     let ended = harness::run(tool, &[options, &["-c", command]].concat())?;
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(!ended.stderr.contains("lost"), "{ended:?}");
@@ -34,7 +34,7 @@ fn trace(tool: &str, options: &[&str], command: &str) -> Result<Ended> {
 
 /// Returns the sum of the folded lines with this root and this innermost frame. The output has the command's own
 /// lines, too.
-fn weight(ended: &Ended, root: &str, leaf: &str) -> u64 {
+fn weight(ended: &ToolOutput, root: &str, leaf: &str) -> u64 {
     let lines = ended.stdout.lines();
     lines
         .filter_map(|line| line.strip_prefix(root)?.rsplit_once(' '))
@@ -47,9 +47,9 @@ fn children_of_children_are_traced_and_no_others() -> Result<()> {
     let mut bystander = Workload::start("forktree", &["2", "2", "11"])?;
     let command = format!("'{}' 3 3 11", workload("forktree").display());
     let mut tool = Tool::start("faults", &["--by-process", "-j", "-c", &command])?;
-    tool.wait_for("tracing page faults")?;
+    tool.wait_for_stderr("tracing page faults")?;
     bystander.work()?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.success(), "{ended:?}");
 
     let mut counted = BTreeSet::new();
@@ -113,7 +113,7 @@ fn a_process_that_takes_the_place_of_another_is_not() -> Result<()> {
         ensure!(status.success(), "{status}");
     }
     fs::write(go, "")?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.success(), "{ended:?}");
     let rows = ended.stdout.lines();
     let counted = rows.filter(|line| line.split_whitespace().nth(1) == Some("minor"));

@@ -51,7 +51,7 @@ fn watch(label: &str, seed: u64, seconds: u64, args: &[&str]) -> Result<(Workloa
     let (pid, seconds) = (workload.pid(), seconds.to_string());
     let own = ["-p", &pid, "--growth", &seconds, "--max-pause", "60000"];
     let mut tool = Tool::start("memleak", &[&own[..], args].concat())?;
-    tool.wait_for("is watched for")?;
+    tool.wait_for_stderr("is watched for")?;
     workload.go()?;
     Ok((workload, tool))
 }
@@ -81,7 +81,7 @@ fn labelled_programs_are_told_apart() -> Result<()> {
             let watch = |&(label, _): &(&str, &str)| watch(label, seed, 8, &["-j"]);
             let watched: Result<Vec<_>> = labels.iter().map(watch).collect();
             for ((label, verdict), (workload, tool)) in labels.iter().zip(watched?) {
-                let rows = tool.end()?.objects()?;
+                let rows = tool.wait()?.objects()?;
                 end(workload)?;
                 if rows[0]["verdict"] != *verdict {
                     wrong.push(format!("{label} of seed {seed}: {}", rows[0]));
@@ -96,7 +96,7 @@ fn labelled_programs_are_told_apart() -> Result<()> {
 
 fn types_that_grow_are_told_with_their_rate() -> Result<()> {
     let (workload, tool) = watch("leak", 7, 4, &["-j", "-T", "1000"])?;
-    let rows = tool.end()?.objects()?;
+    let rows = tool.wait()?.objects()?;
     let facts = end(workload)?;
     let head = &rows[0];
     ensure!(head["verdict"] == "leak", "{head}");
@@ -139,7 +139,7 @@ fn types_that_grow_are_told_with_their_rate() -> Result<()> {
 
 fn a_held_type_is_told_with_what_holds_it() -> Result<()> {
     let (workload, tool) = watch("unbounded", 7, 4, &["-j", "-T", "1000"])?;
-    let rows = tool.end()?.objects()?;
+    let rows = tool.wait()?.objects()?;
     end(workload)?;
     ensure!(
         rows[0]["verdict"] == "unbounded" && rows[0]["lost_new_bytes"].is_u64(),
@@ -161,7 +161,7 @@ fn a_held_type_is_told_with_what_holds_it() -> Result<()> {
 
 fn what_protected_memory_may_refer_to_is_not_judged() -> Result<()> {
     let (workload, tool) = watch("protected", 7, 4, &["-j", "-T", "1000"])?;
-    let rows = tool.end()?.objects()?;
+    let rows = tool.wait()?.objects()?;
     end(workload)?;
     ensure!(
         rows[0]["verdict"] == "growing" && rows[0]["lost_new_bytes"].is_null(),
@@ -177,7 +177,7 @@ fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
     // Before memleak has three images, it gives no verdict.
     let (workload, tool) = watch("unbounded", 7, 600, &["-j"])?;
     tool.signal(Signal::SIGINT)?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
     ensure!(
         ended
@@ -190,7 +190,7 @@ fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
     let (workload, tool) = watch("unbounded", 7, 12, &["-j"])?;
     thread::sleep(Duration::from_secs(7));
     tool.signal(Signal::SIGINT)?;
-    let rows = tool.end()?.objects()?;
+    let rows = tool.wait()?.objects()?;
     ensure!(
         rows[0]["verdict"] == "unbounded" && number(&rows[0], "seconds")? < 11.0,
         "{}",
@@ -200,7 +200,7 @@ fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
     let (workload, tool) = watch("unbounded", 7, 12, &["-j"])?;
     thread::sleep(Duration::from_secs(8));
     end(workload)?;
-    let rows = tool.end()?.objects()?;
+    let rows = tool.wait()?.objects()?;
     ensure!(
         rows[0]["verdict"] == "growing" && rows[0]["lost_new_bytes"].is_null(),
         "{}",
@@ -218,10 +218,10 @@ fn what_becomes_another_program_is_refused() -> Result<()> {
     );
     let mut workload = Workload::spawn(shell.args(["-c", &script]))?;
     let mut tool = Tool::start("memleak", &["-p", &workload.pid(), "--growth", "3"])?;
-    tool.wait_for("is watched for")?;
+    tool.wait_for_stderr("is watched for")?;
     workload.go()?;
-    workload.ready()?;
-    let ended = tool.end()?;
+    workload.wait_ready()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
     ensure!(
         ended
@@ -234,7 +234,7 @@ fn what_becomes_another_program_is_refused() -> Result<()> {
 
 fn the_growth_of_a_process_is_a_table() -> Result<()> {
     let (workload, tool) = watch("leak", 7, 3, &["-T", "2"])?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     end(workload)?;
     ensure!(ended.status.success(), "{ended:?}");
     let lines: Vec<_> = ended.stdout.lines().collect();
@@ -248,7 +248,7 @@ fn the_growth_of_a_process_is_a_table() -> Result<()> {
         first.starts_with("growing ") && first.ends_with("  shop::request"),
         "{ended:?}"
     );
-    harness::refuses(
+    harness::expect_refusal(
         "memleak",
         &["-p", "1,2", "--growth", "60"],
         2,

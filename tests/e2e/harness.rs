@@ -28,16 +28,19 @@ pub(crate) use cgroup::{Cgroup, change_events, remove_cgroup};
 pub(crate) use folded::{by_leaf, folded};
 pub(crate) use mounted::Mounted;
 pub(crate) use needs::{
-    Need, at_entries, in_guest, listed, print_slowest, probe_entries, release, test, without_root,
+    Need, at_entries, in_guest, listed, outcome_without_root, print_slowest, probe_entries,
+    release, test,
 };
 pub(crate) use one_cpu::OneCpu;
 pub(crate) use pythons::Python;
 pub(crate) use redis::start_redis;
-pub(crate) use tool::{Ended, Tool, descriptors, object, stacks_of_blocks, tool, waits_for_events};
+pub(crate) use tool::{
+    Tool, ToolOutput, descriptors, object, stacks_of_blocks, tool, waits_for_events,
+};
 pub(crate) use workload::{Workload, each_block, sources, workload, workloads};
 
 /// Timeout of every wait. Software emulation is a hundred times slower than the machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Makes the list of a tool's tests. Each test is named after its function, with its needs in brackets. A test
 /// without needs may be followed by `: at_entries`, which adds a second run of the test by [`at_entries`].
@@ -101,7 +104,7 @@ pub(crate) fn prepare() {
 
 /// Waits until `condition` holds. `what` describes the condition in the error message.
 pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !condition()? {
         ensure!(Instant::now() < deadline, "in vain: {what}");
         thread::sleep(Duration::from_millis(20));
@@ -110,12 +113,12 @@ pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> Result<bool>
 }
 
 /// Runs a tool to its end.
-pub(crate) fn run(name: &str, args: &[&str]) -> Result<Ended> {
-    Tool::start(name, args)?.end()
+pub(crate) fn run(name: &str, args: &[&str]) -> Result<ToolOutput> {
+    Tool::start(name, args)?.wait()
 }
 
 /// Checks that a tool refuses these arguments: with exit status `code`, with `remedy` on stderr, and with no output.
-pub(crate) fn refuses(tool: &str, args: &[&str], code: i32, remedy: &str) -> Result<()> {
+pub(crate) fn expect_refusal(tool: &str, args: &[&str], code: i32, remedy: &str) -> Result<()> {
     let ended = run(tool, args)?;
     ensure!(ended.status.code() == Some(code), "{args:?}: {ended:?}");
     ensure!(
@@ -176,7 +179,7 @@ const CAP_SYS_RESOURCE: u32 = 24;
 
 /// Checks that a tool that already traces has its memory locked, and that the OOM killer spares it (oom_score_adj
 /// -1000) where the tool may ask for that. Elsewhere the tool must say that it may not.
-pub(crate) fn outlives_a_lack_of_memory(tool: Tool) -> Result<()> {
+pub(crate) fn expect_protected_from_oom(tool: Tool) -> Result<()> {
     let read = |file: &str| fs::read_to_string(format!("/proc/{}/{file}", tool.pid()));
     let score = read("oom_score_adj")?;
     let unlocked = unlocked_mappings(&read("smaps")?);

@@ -276,7 +276,7 @@ fn an_allocator_without_a_walk_is_named() -> Result<()> {
         ensure!(number(&rows[0]["resident_bytes"])? > 0, "{rows:?}");
         for question in ["--verdict", "--types"] {
             let args = ["-p", &pid, question, "--max-pause", "60000"];
-            harness::refuses("memleak", &args, 1, &says)?;
+            harness::expect_refusal("memleak", &args, 1, &says)?;
         }
     }
     Ok(())

@@ -12,7 +12,7 @@ use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 use crate::heap_pause::tracer_and_state;
 
 /// Returns the tests of this module.
@@ -42,7 +42,7 @@ const ROOM: u64 = 1 << 30;
 const LONGEST: Duration = Duration::from_secs(60);
 
 /// Runs memleak on a process, with limited address space and time.
-fn look(pid: &str, question: &[&str]) -> Result<Ended> {
+fn look(pid: &str, question: &[&str]) -> Result<ToolOutput> {
     let start = Instant::now();
     let mut command = Command::new(harness::tool("memleak"));
     command
@@ -53,7 +53,7 @@ fn look(pid: &str, question: &[&str]) -> Result<Ended> {
     unsafe {
         command.pre_exec(|| Ok(setrlimit(Resource::RLIMIT_AS, ROOM, ROOM)?));
     }
-    let ended = Tool::spawn(&mut command)?.end()?;
+    let ended = Tool::spawn(&mut command)?.wait()?;
     ensure!(start.elapsed() < LONGEST, "{question:?}: {ended:?}");
     Ok(ended)
 }
@@ -221,7 +221,7 @@ fn what_is_killed_has_no_verdict() -> Result<()> {
             }
         }
         let was_met = met > 0;
-        let ended = tool.end()?;
+        let ended = tool.wait()?;
         // The process was killed after the copy was complete.
         if ended.status.success() {
             met = 0;
@@ -253,7 +253,7 @@ fn what_exits_has_no_verdict() -> Result<()> {
         thread::sleep(Duration::from_millis(3 * round));
         workload.work()?;
         workload.finish()?;
-        let ended = tool.end()?;
+        let ended = tool.wait()?;
         let is_gone = ended.status.code() == Some(1)
             && [" has exited", "no such process", "No such process"]
                 .iter()
@@ -284,7 +284,7 @@ fn nobody_may_not_look() -> Result<()> {
         let mut command = Command::new(&tool);
         command.args(["-p", &workload.pid()]).args(question);
         command.uid(NOBODY).gid(NOBODY).stdin(Stdio::null());
-        let ended = Tool::spawn(&mut command)?.end()?;
+        let ended = Tool::spawn(&mut command)?.wait()?;
         ensure!(
             ended.status.code() == Some(1) && ended.stdout.is_empty(),
             "{question:?}: {ended:?}"

@@ -40,7 +40,7 @@ fn a_traced_process_is_refused() -> Result<()> {
     let mut workload = Workload::start("heap", &["1", "211", "plain"])?;
     let pid = workload.pid();
     ptrace::seize(Pid::from_raw(pid.parse()?), ptrace::Options::empty())?;
-    harness::refuses(
+    harness::expect_refusal(
         "memleak",
         &["-p", &pid, "--heap"],
         1,
@@ -72,11 +72,11 @@ fn a_thread_that_is_late_is_tried_again() -> Result<()> {
         let tracer = tool.pid().to_string();
         for holder in [tracer.as_str(), "0"] {
             while tracer_and_state(&pid)?.0 != holder {
-                ensure!(!tool.has_ended()?, "{question}: {:?}", tool.end()?);
+                ensure!(!tool.has_ended()?, "{question}: {:?}", tool.wait()?);
             }
         }
         kill(Pid::from_raw(child.parse()?), Signal::SIGKILL)?;
-        let ended = tool.end()?;
+        let ended = tool.wait()?;
         let says = format!(
             " tries to stop all threads of process {pid}: thread {pid} did not stop within 100 ms"
         );
@@ -285,7 +285,7 @@ fn a_kernel_without_marks_copies_nothing_before() -> Result<()> {
     let remedy = format!(
         "(CONFIG_MEM_SOFT_DIRTY), so that nothing can be copied before process {pid} stands still: leave out --pre-copy"
     );
-    harness::refuses("memleak", &["-p", &pid, "--heap", "--pre-copy"], 1, &remedy)?;
+    harness::expect_refusal("memleak", &["-p", &pid, "--heap", "--pre-copy"], 1, &remedy)?;
     workload.work().map(drop)
 }
 
@@ -297,6 +297,6 @@ fn a_process_that_follows_its_own_writes_keeps_its_marks() -> Result<()> {
     let pid = workload.pid();
     let remedy =
         "open (file descriptor 7): it follows what it writes by the marks that --pre-copy clears";
-    harness::refuses("memleak", &["-p", &pid, "--heap", "--pre-copy"], 1, remedy)?;
+    harness::expect_refusal("memleak", &["-p", &pid, "--heap", "--pre-copy"], 1, remedy)?;
     workload.work().map(drop)
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
-use crate::harness::{self, Ended, Mounted, Need, Tool, Workload, workload};
+use crate::harness::{self, Mounted, Need, Tool, ToolOutput, Workload, workload};
 use crate::pressure::{Group, Setting};
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -131,7 +131,7 @@ fn start(way: &str, args: &[&str]) -> Result<Tool> {
     Tool::start_by(way, "hfaults", args)
 }
 
-fn end(tool: Tool) -> Result<Ended> {
+fn end(tool: Tool) -> Result<ToolOutput> {
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     Ok(ended)
@@ -399,7 +399,7 @@ fn an_exhausted_pool_is_told() -> Result<()> {
 fn who_asks_for_transparent_pages() -> Result<()> {
     let mut workload = Workload::start("thp", &["3", "dontneed"])?;
     let mut tool = Tool::start("hfaults", &["--madvise", "-p", &workload.pid()])?;
-    tool.wait_for("tracing madvise(MADV_HUGEPAGE)")?;
+    tool.wait_for_stderr("tracing madvise(MADV_HUGEPAGE)")?;
     // --madvise does not count MADV_DONTNEED.
     workload.work()?;
     let ended = end(tool)?;
@@ -429,7 +429,7 @@ fn reports_come_at_their_interval() -> Result<()> {
     let tool = start(way, &["-T", "-p", &workload.pid(), "0.5", "3"])?;
     let begin = Instant::now();
     workload.work()?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(
         begin.elapsed() > Duration::from_millis(1000),
         "{:?}",
@@ -452,7 +452,7 @@ fn reports_come_at_their_interval() -> Result<()> {
 
 fn every_attempt_is_named() -> Result<()> {
     let tool = Tool::start("hfaults", &["--thp", "-d", "0.1"])?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     if ways().contains(&"kprobe") {
         ensure!(ended.status.success(), "{ended:?}");
     } else {

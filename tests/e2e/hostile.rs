@@ -16,14 +16,14 @@ use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tempfile::TempDir;
 
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 use crate::memleak::{self, READY};
 
 #[path = "../hostile/elf_file.rs"]
 #[expect(dead_code, reason = "tests/foreign.rs has the other kinds")]
 mod elf_file;
 
-const LIVE: &str = "tracing brk(2)";
+const BRKSTACK_READY: &str = "tracing brk(2)";
 /// User who owns the hostile files.
 const NOBODY: u32 = 65534;
 const CALLS: &str = "101";
@@ -75,9 +75,9 @@ fn text(path: &Path) -> &str {
 }
 
 /// Runs brkstack with these options on a workload, and checks the count of its calls.
-fn count(mut program: Workload, options: &[&str]) -> Result<Ended> {
+fn count(mut program: Workload, options: &[&str]) -> Result<ToolOutput> {
     let mut tool = Tool::start("brkstack", options)?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(BRKSTACK_READY)?;
     let facts = program.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -136,7 +136,7 @@ fn what_is_no_regular_file_is_not_opened() -> Result<()> {
         let (_folder, file) = library()?;
         let mut program = Workload::start("hostile-mapped", &[action, text(&file), CALLS])?;
         let mut tool = Tool::start("memleak", &["-p", &program.pid(), "60"])?;
-        tool.wait_for("allocator: glibc")?;
+        tool.wait_for_stderr("allocator: glibc")?;
         program.work()?;
         ensure!(tool.interrupt()?.status.success(), "{action}");
     }
@@ -157,7 +157,7 @@ fn a_file_that_is_cut_short_ends_no_tool() -> Result<()> {
     let (_folder, file) = library()?;
     let mut program = Workload::start("hostile-mapped", &["shrink", text(&file), CALLS])?;
     let mut tool = Tool::start("memleak", &["-p", &program.pid(), "60"])?;
-    tool.wait_for("allocator: glibc")?;
+    tool.wait_for_stderr("allocator: glibc")?;
     let facts = program.work()?;
     ensure!(facts["seen"] != "0", "nobody has opened it");
     let ended = tool.interrupt()?;
@@ -195,7 +195,7 @@ fn a_perf_map_is_read_only_if_it_is_the_users_own() -> Result<()> {
 fn a_perf_map_that_is_a_hole_takes_no_memory() -> Result<()> {
     let mut program = Workload::start("hostile-perf_map", &["hole=16", CALLS])?;
     let mut tool = Tool::start("brkstack", &["-p", &program.pid(), "1"])?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(BRKSTACK_READY)?;
     program.work()?;
     tool.wait_until(|output| output.contains("hostile-perf_ma;"))?;
     let memory = tool.peak_kib()?;
@@ -209,7 +209,7 @@ fn names_obey_no_terminal() -> Result<()> {
     for options in [&[][..], &["--text"], &["--json"]] {
         let mut program = Workload::start("hostile-perf_map", &[name, CALLS])?;
         let mut tool = Tool::start("brkstack", &[&["-p", &program.pid()], options].concat())?;
-        tool.wait_for(LIVE)?;
+        tool.wait_for_stderr(BRKSTACK_READY)?;
         program.work()?;
         let ended = tool.interrupt()?;
         ensure!(
@@ -226,7 +226,7 @@ fn names_obey_no_terminal() -> Result<()> {
 fn code_mapped_for_ever_takes_no_memory() -> Result<()> {
     let mut program = Workload::start("hostile-remap", &["1000003"])?;
     let mut tool = Tool::start("brkstack", &["-p", &program.pid()])?;
-    tool.wait_for(LIVE)?;
+    tool.wait_for_stderr(BRKSTACK_READY)?;
     let before = tool.peak_kib()?;
     program.work()?;
     let grown = tool.peak_kib()? - before;
@@ -242,7 +242,7 @@ fn a_sandboxed_target_lives() -> Result<()> {
     let mut program = Workload::start("hostile-sandbox", &["1009", "4093"])?;
     let args = ["-o", "0", "-p", &program.pid(), "60"];
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     let facts = program.work()?;
     let ended = tool.interrupt()?;
     ensure!(program.finish()?.success(), "the target was harmed");
@@ -277,7 +277,7 @@ fn names_of_a_library_are_not_forged() -> Result<()> {
     let mut attacker = Workload::spawn(Command::new(attacker).args(args))?;
     let args = ["-n", "forged-", "-o", "0", "-T", "100", "60"];
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     victim.work()?;
     attacker.work()?;
     let ended = tool.interrupt()?;
@@ -288,7 +288,7 @@ fn names_of_a_library_are_not_forged() -> Result<()> {
 }
 
 /// Returns the number of calls that brkstack has counted for processes of this name.
-fn counted(ended: &Ended, comm: &str) -> Result<u64> {
+fn counted(ended: &ToolOutput, comm: &str) -> Result<u64> {
     let objects = ended.objects()?;
     let stacks = objects.iter().filter(|object| object["type"] == "stack");
     let own = stacks.filter(|stack| stack["comm"] == comm);

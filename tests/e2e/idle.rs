@@ -9,7 +9,7 @@ use libtest_mimic::Trial;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 use crate::pressure::{self, Group};
 
 /// Returns the tests of this module.
@@ -40,7 +40,7 @@ fn watch(workload: &Workload, seconds: &str, options: &[&str]) -> Result<Tool> {
     let args = ["-p", &pid, "--verdict", "--idle", seconds, "-T", "1000"];
     let args = [&args[..], &["--max-pause", "60000"], options].concat();
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for("which memory process")?;
+    tool.wait_for_stderr("which memory process")?;
     Ok(tool)
 }
 
@@ -63,7 +63,7 @@ fn idle_blocks(rows: &[Value]) -> Result<[u64; 3]> {
 }
 
 /// Returns the rows of a verdict. The verdict must have taken two images, because one block is lost.
-fn rows(ended: &Ended) -> Result<Vec<Value>> {
+fn rows(ended: &ToolOutput) -> Result<Vec<Value>> {
     let rows = ended.objects()?;
     let verdict = rows.first().context("no verdict")?;
     let images = verdict["pauses_us"].as_array().map(Vec::len);
@@ -77,7 +77,7 @@ fn what_nobody_uses_is_told_by_block() -> Result<()> {
     let tool = watch(&workload, "2", &["-j"])?;
     let facts = workload.work()?;
     ensure!(facts["huge_kb"] == "0", "{facts:?}");
-    let rows = rows(&tool.end()?)?;
+    let rows = rows(&tool.wait()?)?;
     ensure!(idle_blocks(&rows)? == [BLOCKS[0], 0, 0], "{rows:?}");
 
     let of_all = rows.iter().find(|row| row["type"] == "idle");
@@ -88,7 +88,7 @@ fn what_nobody_uses_is_told_by_block() -> Result<()> {
 
     // The blocks were used again before this look, and not during it.
     let tool = watch(&workload, "1", &[])?;
-    let text = tool.end()?.stdout;
+    let text = tool.wait()?.stdout;
     for (blocks, bytes, holder) in [
         ("1,009", "8,080,072", "idle`blocks"),
         ("307", "2,763,000", "idle`blocks"),
@@ -115,13 +115,13 @@ fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
         let args = ["-jp", &workload.pid(), verdict, "--idle", idle];
         let args = [&args[..], &["-T", "1000", "--max-pause", "60000"]].concat();
         let mut tool = Tool::start("memleak", &args)?;
-        tool.wait_for("which memory process")?;
+        tool.wait_for_stderr("which memory process")?;
         Ok(tool)
     };
     let mut workload = start("small")?;
     let tool = traced(&workload, "--verdict=7", "1")?;
     workload.work()?;
-    let all = rows(&tool.end()?)?;
+    let all = rows(&tool.wait()?)?;
     ensure!(
         idle_blocks(&all)? == [BLOCKS[0], BLOCKS[1], 0],
         "at the end: {all:?}"
@@ -163,7 +163,7 @@ fn huge_pages_are_used_as_a_whole() -> Result<()> {
     let facts = workload.work()?;
     let huge: u64 = facts["huge_kb"].parse()?;
     ensure!(huge >= 8 << 10, "{facts:?}");
-    let rows = rows(&tool.end()?)?;
+    let rows = rows(&tool.wait()?)?;
     let is_judged = rows.iter().any(|row| row["huge_pages_judged"] == true);
     ensure!(is_judged || damon_runs()?, "{rows:?}");
     let cold = if is_judged { BLOCKS[0] } else { 0 };
@@ -185,7 +185,7 @@ fn a_page_that_is_used_all_the_time_is_never_idle() -> Result<()> {
     let workload = start("small")?;
     for _ in 0..11 {
         let tool = watch(&workload, "0.1", &["-j"])?;
-        let rows = rows(&tool.end()?)?;
+        let rows = rows(&tool.wait()?)?;
         let [cold, _, hot] = idle_blocks(&rows)?;
         ensure!((cold, hot) == (BLOCKS[0], 0), "{rows:?}");
     }
@@ -198,7 +198,7 @@ fn what_ends_meanwhile_has_no_verdict() -> Result<()> {
     let tool = watch(&workload, "600", &[])?;
     workload.work()?;
     ensure!(workload.finish()?.success(), "it did not live on");
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     let why = format!("no verdict: process {pid} ended");
     ensure!(
         ended.status.code() == Some(1) && ended.stderr.contains(&why),

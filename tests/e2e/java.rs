@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool};
+use crate::harness::{self, Tool, ToolOutput};
 use crate::java_kits::{BYTES, COUNT, Java, kits};
 
 /// Returns the tests of this module.
@@ -66,7 +66,7 @@ fn with_line(method: &str, place: &Value) -> String {
 }
 
 /// Whether a frame is the expected one. An expected frame that ends with `*)` matches any line.
-fn is(found: &str, expected: &str) -> bool {
+fn frame_matches(found: &str, expected: &str) -> bool {
     match expected.strip_suffix("*)") {
         Some(start) => found.starts_with(start),
         None => found == expected,
@@ -74,8 +74,8 @@ fn is(found: &str, expected: &str) -> bool {
 }
 
 /// Whether the frames are the expected ones.
-fn are(found: &[String], expected: &[String]) -> bool {
-    found.len() == expected.len() && found.iter().zip(expected).all(|(a, b)| is(a, b))
+fn frames_match(found: &[String], expected: &[String]) -> bool {
+    found.len() == expected.len() && found.iter().zip(expected).all(|(a, b)| frame_matches(a, b))
 }
 
 /// Returns the methods of a stack, innermost first.
@@ -101,7 +101,7 @@ fn methods(stack: &Value) -> Result<Vec<String>> {
 }
 
 /// Compares the stack of every block that the workload recorded, frame by frame.
-pub(crate) fn expect_all(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
+pub(crate) fn expect_all(ended: &ToolOutput, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
     let objects = ended.objects()?;
     let stacks = harness::stacks_of_blocks(&objects);
     for (address, expected) in truth {
@@ -110,7 +110,7 @@ pub(crate) fn expect_all(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Re
             .with_context(|| format!("no block at {address:#x}: {}", ended.stderr))?;
         let found = methods(stack)?;
         ensure!(
-            are(&found, expected),
+            frames_match(&found, expected),
             "found {found:?}, not {expected:?}, in {stack}"
         );
     }
@@ -174,7 +174,7 @@ fn has_virtual_threads(kit: &Path) -> bool {
 
 /// Compares the stack of every block that the threads of `Virtual` recorded. The stacks of the first thread
 /// continue into its carrier thread. The stacks of the other threads end where their callers are in Java's heap.
-fn expect_up_to_heap(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
+fn expect_up_to_heap(ended: &ToolOutput, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
     const IN_HEAP: &str = "a virtual thread's callers are in Java's heap";
     let objects = ended.objects()?;
     let stacks = harness::stacks_of_blocks(&objects);
@@ -198,7 +198,7 @@ fn expect_up_to_heap(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result
             );
             Some(&found[..])
         };
-        let is_noted = noted.is_some_and(|noted| are(noted, &expected[..noted.len()]));
+        let is_noted = noted.is_some_and(|noted| frames_match(noted, &expected[..noted.len()]));
         ensure!(is_noted, "found {found:?}, not {expected:?}, in {stack}");
     }
     let unwinding = summary(&objects)?;
@@ -223,7 +223,7 @@ fn names_are_those_of_the_perf_map() -> Result<()> {
             "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "-p", &pid, "3600",
         ];
         let mut tool = Tool::start("memleak", &tool)?;
-        tool.wait_for("allocator: ")?;
+        tool.wait_for_stderr("allocator: ")?;
         workload.work()?;
         let objects = tool.interrupt()?.objects()?;
         let map = Command::new(kit.join("bin/jcmd"))
@@ -300,7 +300,7 @@ fn stacks_of_page_faults_are_complete() -> Result<()> {
             let mut workload = java.start(options, &["7", PAGES])?;
             let pid = workload.pid();
             let mut tool = Tool::start("faults", &["-j", "-p", &pid])?;
-            tool.wait_for("tracing")?;
+            tool.wait_for_stderr("tracing")?;
             workload.work()?;
             let ended = Java::end(tool, workload)?;
             let objects = ended.objects()?;
@@ -356,7 +356,7 @@ fn without_interpreters_stacks_end_in_generated_code() -> Result<()> {
         "memleak",
         &[&arguments[..], &["-p", &workload.pid()]].concat(),
     )?;
-    tool.wait_for("allocator: ")?;
+    tool.wait_for_stderr("allocator: ")?;
     workload.work()?;
     let ended = tool.interrupt()?;
     workload.finish()?;

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 
 /// Size of each block of the workload, in bytes. Java itself allocates no blocks of this size.
 pub(crate) const BYTES: &str = "1016";
@@ -124,18 +124,18 @@ impl Java {
     }
 
     /// Traces the workload by memleak.
-    pub(crate) fn trace(&self, options: &[&str]) -> Result<Ended> {
+    pub(crate) fn trace(&self, options: &[&str]) -> Result<ToolOutput> {
         let mut workload = self.start(options, &[&COUNT.to_string()])?;
         let pid = workload.pid();
         let options = [&harness::each_block(BYTES)[..], &["-p", &pid]].concat();
         let mut tool = Tool::start("memleak", &options)?;
-        tool.wait_for("allocator: ")?;
+        tool.wait_for_stderr("allocator: ")?;
         workload.work()?;
         Self::end(tool, workload)
     }
 
     /// Ends the tool before the workload, because the tool reads names from the workload's memory.
-    pub(crate) fn end(tool: Tool, workload: Workload) -> Result<Ended> {
+    pub(crate) fn end(tool: Tool, workload: Workload) -> Result<ToolOutput> {
         let ended = tool.interrupt()?;
         workload.finish()?;
         Ok(ended)

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 use crate::java;
 use crate::java_kits::{self, BYTES, COUNT, Java};
 
@@ -32,7 +32,7 @@ pub(crate) const NOBODY: (u32, u32) = (65534, 60001);
 /// Options of Java that compile all functions.
 const COMPILED: [&str; 3] = ["-XX:-Inline", "-XX:-TieredCompilation", "-Xcomp"];
 /// Time limit for the tool to ask, or to ask again.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Files that a process may leave in its /tmp when it is asked for a perf map.
 pub(crate) struct Traces {
@@ -70,7 +70,7 @@ impl Traces {
     fn wait_for_map(&self) -> Result<()> {
         let begun = Instant::now();
         while !self.has_map() || !self.is_written()? {
-            ensure!(begun.elapsed() < PATIENCE, "not asked");
+            ensure!(begun.elapsed() < TIMEOUT, "not asked");
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(())
@@ -125,7 +125,7 @@ fn trace(pid: &str, more: &[&str]) -> Result<Tool> {
     let each_block = harness::each_block(BYTES);
     let (_interval, options) = each_block.split_last().context("no options")?;
     let mut tool = Tool::start("memleak", &[options, &["-p", pid], more].concat())?;
-    tool.wait_for("allocator: ")?;
+    tool.wait_for_stderr("allocator: ")?;
     Ok(tool)
 }
 
@@ -147,14 +147,14 @@ fn function(line: &str) -> Option<(u64, u64, &str)> {
 fn wait_for_later_code(map: &Path) -> Result<()> {
     let begun = Instant::now();
     while !fs::read_to_string(map)?.contains(" Frames$Plain.run(") {
-        ensure!(begun.elapsed() < PATIENCE, "asked once only");
+        ensure!(begun.elapsed() < TIMEOUT, "asked once only");
         std::thread::sleep(Duration::from_millis(100));
     }
     Ok(())
 }
 
 /// Compares the frames of compiled functions with the names in a map. Returns the number of these frames.
-fn compare(ended: &Ended, map: &str) -> Result<usize> {
+fn compare(ended: &ToolOutput, map: &str) -> Result<usize> {
     let (functions, objects) = (functions(map), ended.objects()?);
     let frames = objects
         .iter()

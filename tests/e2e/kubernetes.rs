@@ -20,7 +20,7 @@ use serde::Deserialize;
 use serde_yaml_ng::{self as yaml, Value};
 use tempfile::TempDir;
 
-use crate::harness::{self, Ended, Tool, Workload, tool};
+use crate::harness::{self, Tool, ToolOutput, Workload, tool};
 use crate::java_kits::{self, Java};
 use crate::java_names::{NOBODY, Traces};
 use crate::memleak;
@@ -319,7 +319,7 @@ impl Root {
 }
 
 /// Runs a container of the DaemonSet for a second, with the folder `metrics` of the host as its volume.
-fn run(container: &Container, context: &SecurityContext, metrics: &Path) -> Result<Ended> {
+fn run(container: &Container, context: &SecurityContext, metrics: &Path) -> Result<ToolOutput> {
     let [mount] = &container.volume_mounts[..] else {
         anyhow::bail!("{} has other volumes", container.name);
     };
@@ -332,7 +332,7 @@ fn run(container: &Container, context: &SecurityContext, metrics: &Path) -> Resu
     let group = Group::new("memtools-pod", bytes(&container.resources.limits.memory)?)?;
     let mut command = root.command(&container.command[0], context, Some(&group))?;
     command.args(["-d", "1"]).args(&container.command[1..]);
-    Tool::spawn(&mut command)?.end()
+    Tool::spawn(&mut command)?.wait()
 }
 
 /// Parses a quantity in mebibytes, and returns bytes.
@@ -398,7 +398,7 @@ fn memleak_runs_on_demand() -> Result<()> {
     let mut command = root.command("memleak", &context, None)?;
     command.args(["-j", "-o", "0", "-p", &workload.pid()]);
     let mut memleak = Tool::spawn(&mut command)?;
-    memleak.wait_for(memleak::READY)?;
+    memleak.wait_for_stderr(memleak::READY)?;
     workload.work()?;
     let objects = memleak.interrupt()?.objects()?;
     let mut stacks = objects.iter().filter(|object| object["type"] == "stack");
@@ -454,7 +454,7 @@ fn names_of_java_are_asked_for_with_two_capabilities_more() -> Result<()> {
         let mut memleak = root.command("memleak", &context, None)?;
         memleak.args(["-o", "0", "--java-names", "-p", &workload.pid()]);
         let mut memleak = Tool::spawn(&mut memleak)?;
-        memleak.wait_for(memleak::READY)?;
+        memleak.wait_for_stderr(memleak::READY)?;
         workload.work()?;
         let ended = memleak.interrupt()?;
         ensure!(workload.finish()?.success());

@@ -15,7 +15,7 @@ use memtools::print::text;
 use serde_json::{Value, json};
 
 use crate::export;
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "lines":
@@ -52,7 +52,7 @@ fn trace(
     tool: &str,
     options: &[&str],
     env: &[(&str, &str)],
-) -> Result<Ended> {
+) -> Result<ToolOutput> {
     let mut program = start(program, if tool == "memleak" { "malloc" } else { "sbrk" })?;
     let pid = program.pid();
     let mut command = Command::new(harness::tool(tool));
@@ -76,7 +76,7 @@ fn folded(
     program: &mut Command,
     options: &[&str],
     env: &[(&str, &str)],
-) -> Result<(Vec<String>, Ended)> {
+) -> Result<(Vec<String>, ToolOutput)> {
     let ended = trace(program, "brkstack", &[&["-f"], options].concat(), env)?;
     let mut calls = 0;
     let mut stacks = Vec::new();

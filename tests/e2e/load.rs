@@ -166,7 +166,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 fn trial(name: String, test: impl FnOnce() -> Result<Completion> + Send + 'static) -> Trial {
     Trial::ignorable_test(name, move || {
-        harness::without_root().unwrap_or_else(|| {
+        harness::outcome_without_root().unwrap_or_else(|| {
             let _guard = ONE_AT_A_TIME.lock();
             test().map_err(|error| Failed::from(format!("{error:?}")))
         })

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use memtools::bpf::kernel_support;
 
-use crate::harness::{Ended, Tool, Workload};
+use crate::harness::{Tool, ToolOutput, Workload};
 
 /// Returns all end-to-end tests of memleak.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -118,12 +118,12 @@ pub(crate) fn attach(workload: &Workload, args: &[&str]) -> Result<Tool> {
     let pid = workload.pid();
     let args = [&["-p", &pid], args].concat();
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     Ok(tool)
 }
 
 /// Traces all of a workload's work, and interrupts memleak while the workload is still held.
-pub(crate) fn trace(program: &str, program_args: &[&str], args: &[&str]) -> Result<Ended> {
+pub(crate) fn trace(program: &str, program_args: &[&str], args: &[&str]) -> Result<ToolOutput> {
     let mut workload = Workload::start(program, program_args)?;
     let tool = attach(&workload, args)?;
     workload.work()?;

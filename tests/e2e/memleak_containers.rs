@@ -31,7 +31,7 @@ fn start(args: &[&str]) -> Result<Tool> {
         "memleak",
         &[args, &["-o", "0", "-T", "1000", "60"]].concat(),
     )?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     Ok(tool)
 }
 
@@ -97,7 +97,7 @@ fn those_that_have_gone_have_theirs() -> Result<()> {
     parent.finish()?;
     layout.remove()?;
     tool.signal(Signal::SIGCONT)?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     let rows = ended.objects()?;
     for child in facts["children"].split(',') {
         let rows = of_process(&rows, child);
@@ -153,7 +153,7 @@ fn calls_and_frees_have_theirs() -> Result<()> {
     workload.finish()?;
     layout.remove()?;
     tool.signal(Signal::SIGCONT)?;
-    let rows = tool.end()?.objects()?;
+    let rows = tool.wait()?.objects()?;
     expect(&rows, "call", 2 * 31, &cgroup)?;
     expect(&rows, "report", 1, &cgroup)?;
 

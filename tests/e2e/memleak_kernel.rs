@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Cgroup, Ended, Tool, Workload, tool};
+use crate::harness::{self, Cgroup, Tool, ToolOutput, Workload, tool};
 
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "memleak_kernel":
@@ -45,7 +45,7 @@ fn start(args: &[&str]) -> Result<Tool> {
         &["--max-allocs", "65536"]
     };
     let mut tool = Tool::start("memleak", &[args, blocks].concat())?;
-    tool.wait_for("memleak: tracing")?;
+    tool.wait_for_stderr("memleak: tracing")?;
     Ok(tool)
 }
 
@@ -83,7 +83,7 @@ impl Report {
         Ok(reports)
     }
 
-    fn last(ended: &Ended) -> Result<Self> {
+    fn last(ended: &ToolOutput) -> Result<Self> {
         ensure!(ended.status.success(), "{ended:?}");
         let last = Self::all(&ended.stdout)?.pop().context("no report")?;
         ensure!(last.head["lost"]["entries"] == 0, "{}", last.head);
@@ -339,8 +339,8 @@ fn frees_that_are_not_seen_are_told() -> Result<()> {
             .env("MEMTOOLS_ATTACH", "tracepoints")
             .stdin(Stdio::null()),
     )?;
-    tool.wait_for("memleak: tracing")?;
-    tool.wait_for("what it frees in bulk")?;
+    tool.wait_for_stderr("memleak: tracing")?;
+    tool.wait_for_stderr("what it frees in bulk")?;
     workload.work()?;
     workload.work()?;
     let report = Report::last(&tool.interrupt()?)?;

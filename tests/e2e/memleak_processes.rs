@@ -44,7 +44,7 @@ fn of(groups: &[Group], pid: &str, function: &str) -> (u64, u64) {
 
 fn start(args: &[&str]) -> Result<Tool> {
     let mut tool = Tool::start("memleak", &[args, &ALL].concat())?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     Ok(tool)
 }
 
@@ -185,7 +185,7 @@ fn what_children_left_when_they_exited_is_shown() -> Result<()> {
         "1",
     ];
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     let facts = workload.work()?;
     let children: Vec<&str> = facts["children"].split(',').collect();
     ensure!(children.len() == 7, "{facts:?}");
@@ -211,7 +211,7 @@ fn thousands_of_children_leave_what_they_leaked() -> Result<()> {
     let pid = workload.pid();
     let args = ["--children", "-p", &pid, "-o", "0", "-T", "100000", "60"];
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     let facts = workload.work()?;
     let groups = groups_at_end(tool)?;
     let mut left: HashMap<&str, (u64, u64)> = HashMap::new();
@@ -239,7 +239,7 @@ fn what_children_left_is_in_totals_and_estimates() -> Result<()> {
         let mut workload = Workload::start("lives", &["leave", "101", "97", "7"])?;
         let children = ["--children", "-p", &workload.pid(), "-T", "1000", "60"];
         let mut tool = Tool::start("memleak", &[args, &children].concat())?;
-        tool.wait_for(READY)?;
+        tool.wait_for_stderr(READY)?;
         let facts = workload.work()?;
         let groups = groups_at_end(tool)?;
         for child in facts["children"].split(',') {
@@ -260,7 +260,7 @@ fn a_vforked_child_shares_its_parents_blocks() -> Result<()> {
         let mut workload = Workload::start("lives", &["vfork", "101"])?;
         let args = ["-j", "-o", "0", "-T", "1000", "-p", &workload.pid(), "60"];
         let mut tool = Tool::start("memleak", &[children, &args].concat())?;
-        tool.wait_for(READY)?;
+        tool.wait_for_stderr(READY)?;
         workload.work()?;
         let ended = tool.interrupt()?;
         let head = ended.stdout.lines().next().context("no report")?;
@@ -286,7 +286,7 @@ fn becomes_another(args: &[&str]) -> Result<Vec<Group>> {
     )?;
     let tool = memleak::attach(&workload, &[args, &["-T", "1000", "60"]].concat())?;
     workload.go()?;
-    workload.ready()?;
+    workload.wait_ready()?;
     workload.work()?;
     groups_at_end(tool)
 }

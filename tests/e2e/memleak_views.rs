@@ -231,7 +231,7 @@ fn sampling_is_raised_to_keep_a_limit() -> Result<()> {
         &["--max-overhead", "0.1%", "-j", "-o", "0", "60"],
     )?;
     workload.work()?;
-    tool.wait_for("from now on blocks are recorded as with --sample-bytes")?;
+    tool.wait_for_stderr("from now on blocks are recorded as with --sample-bytes")?;
     for _ in 1..steps {
         workload.work()?;
     }
@@ -318,10 +318,10 @@ fn room_is_made_as_it_is_needed() -> Result<()> {
     let pid = workload.pid();
     let way = "perf uprobes without cookies";
     let mut tool = Tool::start_by(way, "memleak", &[&args[..], &[&pid, "60"]].concat())?;
-    tool.wait_for(memleak::READY)?;
+    tool.wait_for_stderr(memleak::READY)?;
     for more in [2340, 6730] {
         workload.work()?;
-        tool.wait_for(&format!("made room for {more} blocks more"))?;
+        tool.wait_for_stderr(&format!("made room for {more} blocks more"))?;
     }
     workload.work()?;
     let blocks = 199 + 2003 + 7103;

@@ -45,7 +45,7 @@ const KERNEL_KIB: [u64; 2] = [5 << 10, 13 << 10];
 /// Starts a tool, and waits until it says that it traces. Its peak of resident memory must not exceed `most_kib`.
 fn needs_no_more(tool: &str, args: &[&str], ready: &str, most_kib: u64) -> Result<()> {
     let mut running = Tool::start(tool, args)?;
-    running.wait_for(ready)?;
+    running.wait_for_stderr(ready)?;
     let peak = running.peak_kib()?;
     println!("{tool}: {peak} KiB");
     ensure!(peak <= most_kib, "{tool} needs {peak} KiB");
@@ -101,7 +101,7 @@ fn maps_need_no_more() -> Result<()> {
         let workload = Workload::start("alloc", &["hold"])?;
         let pid = workload.pid();
         let mut running = Tool::start(tool, &[&["-p", &pid], args].concat())?;
-        running.wait_for(READY)?;
+        running.wait_for_stderr(READY)?;
         let kib = maps_of(running.pid())? >> 10;
         println!("{tool} {args:?}: maps of {kib} KiB");
         ensure!(
@@ -137,7 +137,7 @@ fn a_small_cgroup_is_enough() -> Result<()> {
     let pid = workload.pid();
     let args = ["-p", &pid, "-o", "0", "-T", "1000", "60"];
     let mut tool = Tool::spawn(&mut group.command(&harness::tool("memleak"), &args))?;
-    tool.wait_for(memleak::READY)?;
+    tool.wait_for_stderr(memleak::READY)?;
     workload.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -213,7 +213,7 @@ fn the_kernel_needs_no_more() -> Result<()> {
         let pid = workload.pid();
         let args = [&["-p", &pid], args].concat();
         let mut running = Tool::spawn(&mut group.command(&harness::tool(tool), &args))?;
-        running.wait_for(READY)?;
+        running.wait_for_stderr(READY)?;
         // The kernel adds up charges from time to time.
         let mut kib = 0;
         eventually("something is charged", || {

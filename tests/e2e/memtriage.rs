@@ -18,7 +18,7 @@ use nix::sched::{CloneFlags, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload, tool, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, tool, workload};
 use crate::pressure::Group;
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -42,12 +42,12 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// Runs memtriage with --all. Returns the objects that it prints, and its output and exit status.
-pub(crate) fn triage(args: &[&str]) -> Result<(Vec<Value>, Ended)> {
+pub(crate) fn triage(args: &[&str]) -> Result<(Vec<Value>, ToolOutput)> {
     triage_of(&[&["--all"], args].concat())
 }
 
 /// Runs memtriage on a process or a cgroup. Returns the same as [`triage`].
-pub(crate) fn triage_of(args: &[&str]) -> Result<(Vec<Value>, Ended)> {
+pub(crate) fn triage_of(args: &[&str]) -> Result<(Vec<Value>, ToolOutput)> {
     let ended = harness::run("memtriage", &[&["-j"], args].concat())?;
     let lines = ended.stdout.lines();
     let objects = lines.map(serde_json::from_str).collect::<Result<_, _>>();
@@ -286,7 +286,7 @@ fn it_ends_with_the_process_that_it_looks_at() -> Result<()> {
     let mut tool = Tool::start("memtriage", &["-j", "-p", &hog.pid(), "0.1"])?;
     tool.wait_for_output("\"type\":\"process\"")?;
     drop(hog);
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.code() == Some(0), "{ended:?}");
     ensure!(ended.stderr.is_empty(), "{ended:?}");
     Ok(())

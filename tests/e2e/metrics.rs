@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload, eventually, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, eventually, workload};
 use crate::oomkill;
 use crate::pressure::{Group, Swap};
 
@@ -114,7 +114,7 @@ fn of_rows(rows: &[Value], kind: &str, field: &str, label: &str) -> BTreeMap<Str
 }
 
 /// Returns the objects that a tool has printed until its end. A command's own lines may be in between.
-fn objects(ended: &Ended) -> Result<Vec<Value>> {
+fn objects(ended: &ToolOutput) -> Result<Vec<Value>> {
     ensure!(ended.status.success(), "{ended:?}");
     ended.objects_among_lines()
 }
@@ -184,7 +184,7 @@ fn madvise_by_task() -> Result<()> {
     let path = file.to_string_lossy();
     let args = ["--madvise", "-p", &workload.pid(), "--metrics", &path];
     let mut tool = Tool::start("hfaults", &args)?;
-    tool.wait_for("tracing madvise")?;
+    tool.wait_for_stderr("tracing madvise")?;
     workload.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -213,7 +213,7 @@ fn reclaim_and_kills_in_a_cgroup() -> Result<()> {
         let path = path.to_string_lossy();
         let args = [&["-j", "-p", &pid, "--metrics", &path], args].concat();
         let mut tool = Tool::start(tool, &args)?;
-        tool.wait_for(ready)?;
+        tool.wait_for_stderr(ready)?;
         Ok(tool)
     };
     let killer = start("oomkill", &[], "tracing OOM kills")?;
@@ -302,7 +302,7 @@ fn swapped_pages_by_task() -> Result<()> {
     let _swap = Swap::on("256M")?;
     let mut workload = Workload::start("pageout", &["1009"])?;
     let mut tool = Tool::start("swapin", &["-j", "-s", "--out", "--metrics", &path])?;
-    tool.wait_for("tracing swap ins")?;
+    tool.wait_for_stderr("tracing swap ins")?;
     workload.work()?;
     let rows = objects(&tool.interrupt()?)?;
     let samples = read(&file)?;
@@ -338,7 +338,7 @@ fn names_of_others_are_labels() -> Result<()> {
     let pid = other.pid();
     let args = ["--by-process", "-j", "-p", &pid, "--metrics", &path];
     let mut tool = Tool::start("faults", &args)?;
-    tool.wait_for("tracing page faults")?;
+    tool.wait_for_stderr("tracing page faults")?;
     other.work()?;
     let rows = objects(&tool.interrupt()?)?;
     let rows = of_rows(&rows, "process", "/faults", "/comm");
@@ -358,7 +358,7 @@ fn the_file_grows_while_it_traces() -> Result<()> {
     let pid = workload.pid();
     let args = ["--by-process", "-p", &pid, "--metrics", &path, "0.6"];
     let mut tool = Tool::start("faults", &args)?;
-    tool.wait_for("tracing page faults")?;
+    tool.wait_for_stderr("tracing page faults")?;
     ensure!(file.exists(), "no file from the start");
     workload.go()?;
     let faults = || {

@@ -14,7 +14,7 @@ use libtest_mimic::Trial;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "mmapsnoop":
@@ -35,18 +35,18 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 fn start(args: &[&str]) -> Result<Tool> {
     let mut tool = Tool::start("mmapsnoop", args)?;
-    tool.wait_for("tracing mmap(2)")?;
+    tool.wait_for_stderr("tracing mmap(2)")?;
     Ok(tool)
 }
 
-fn end(tool: Tool) -> Result<Ended> {
+fn end(tool: Tool) -> Result<ToolOutput> {
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     Ok(ended)
 }
 
 /// Traces one workload. Returns its PID, the `calls` of its facts, and what the tool printed.
-fn trace(program: &[&str], args: &[&str]) -> Result<(String, Vec<Call>, Ended)> {
+fn trace(program: &[&str], args: &[&str]) -> Result<(String, Vec<Call>, ToolOutput)> {
     let mut workload = Workload::start("mmap", program)?;
     let pid = workload.pid();
     let tool = start(&[&["-p", &pid], args].concat())?;
@@ -89,7 +89,7 @@ fn calls(fact: &str) -> Result<Vec<Call>> {
         .collect()
 }
 
-fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
+fn json_rows(ended: &ToolOutput) -> Result<Vec<Value>> {
     let mut rows = ended.objects()?;
     rows.retain(|row| row["type"] != "unwinding");
     Ok(rows)
@@ -307,7 +307,8 @@ fn a_duration_ends_it() -> Result<()> {
 }
 
 fn what_is_not_there_is_named() -> Result<()> {
-    let fails = |args: &[&str], code, remedy| harness::refuses("mmapsnoop", args, code, remedy);
+    let fails =
+        |args: &[&str], code, remedy| harness::expect_refusal("mmapsnoop", args, code, remedy);
     fails(&["-p", "1,4194305"], 1, "no process has PID 4194305")?;
     fails(&["-n", "0123456789abcdef"], 2, "1 to 15 bytes")?;
     fails(

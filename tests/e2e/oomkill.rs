@@ -9,7 +9,7 @@ use libtest_mimic::Trial;
 use regex_lite::Regex;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 use crate::pressure::{Balloon, Group, Setting, shell, vmstat};
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -32,7 +32,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 fn start(args: &[&str]) -> Result<Tool> {
     let mut tool = Tool::start("oomkill", args)?;
-    tool.wait_for("tracing")?;
+    tool.wait_for_stderr("tracing")?;
     Ok(tool)
 }
 
@@ -45,14 +45,14 @@ pub(crate) fn kill(hog: &mut Workload) -> Result<()> {
     Ok(())
 }
 
-fn objects(ended: &Ended) -> Result<Vec<Value>> {
+fn objects(ended: &ToolOutput) -> Result<Vec<Value>> {
     let mut objects = ended.objects()?;
     objects.retain(|object| object["type"] != "unwinding");
     Ok(objects)
 }
 
 fn it_starts_and_ends() -> Result<()> {
-    let ended = start(&["-p", "1", "-d", "0.1"])?.end()?;
+    let ended = start(&["-p", "1", "-d", "0.1"])?.wait()?;
     ensure!(
         ended.status.success() && ended.stdout.is_empty(),
         "{ended:?}"
@@ -61,7 +61,7 @@ fn it_starts_and_ends() -> Result<()> {
 }
 
 fn it_outlives_a_lack_of_memory() -> Result<()> {
-    harness::outlives_a_lack_of_memory(start(&["-e"])?)
+    harness::expect_protected_from_oom(start(&["-e"])?)
 }
 
 /// A process is killed because another one allocates.
@@ -101,7 +101,7 @@ fn victims_are_chosen_too() -> Result<()> {
 
 /// Traces a hog that is killed because it wants 64 MB where 8 MB are permitted, also where memory may not be used
 /// up. Returns the hog's PID, and what the tool printed of it.
-fn traced_kill(way: Option<&str>, args: &[&str]) -> Result<(String, Ended)> {
+fn traced_kill(way: Option<&str>, args: &[&str]) -> Result<(String, ToolOutput)> {
     // Another test may do the same at this time, by another way.
     let name = way.unwrap_or("the best way").replace(' ', "-");
     let group = Group::new(&format!("memtools-{name}"), 8 << 20)?;
@@ -121,7 +121,7 @@ fn traced_kill(way: Option<&str>, args: &[&str]) -> Result<(String, Ended)> {
 
 /// Checks BCC's line about a hog that is killed for its own allocation, with the pages as far as they are known.
 /// If they are known, the cgroup is, too.
-fn is_bccs_line(pid: &str, ended: &Ended, pages: &str) -> Result<()> {
+fn is_bccs_line(pid: &str, ended: &ToolOutput, pages: &str) -> Result<()> {
     let cgroup = if pages == "-" {
         ""
     } else {
@@ -167,7 +167,7 @@ fn a_peer_sees_the_same() -> Result<()> {
     // Our kernels that have kprobes have fentry, too.
     ensure!(ended.stderr.contains("(fentry)"), "{ended:?}");
     // Lines are compared without the time and the load, which both tools read when they print.
-    let lines = |ended: &Ended| -> Vec<String> {
+    let lines = |ended: &ToolOutput| -> Vec<String> {
         let lines = ended.stdout.lines().filter_map(|line| {
             let (_, kill) = line.split_once(" Triggered ")?;
             Some(kill.split_once(" loadavg: ")?.0.to_owned())

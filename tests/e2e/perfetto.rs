@@ -12,7 +12,7 @@ use jiff::Timestamp;
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 use crate::memleak;
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -40,7 +40,7 @@ struct Timeline {
 
 /// Slice or instant on a track.
 #[derive(Debug, Clone, PartialEq)]
-struct Happened {
+struct TrackEvent {
     track: u64,
     name: String,
     begin: u64,
@@ -105,8 +105,8 @@ impl Timeline {
 
     /// Returns the slices and instants in the order in which they were written. The end of each slice directly
     /// follows its beginning.
-    fn happened(&self) -> Result<Vec<Happened>> {
-        let mut all: Vec<Happened> = Vec::new();
+    fn happened(&self) -> Result<Vec<TrackEvent>> {
+        let mut all: Vec<TrackEvent> = Vec::new();
         for (time, event) in self.events() {
             let track = number(&event["track_uuid"]);
             ensure!(self.tracks.contains_key(&track), "on no track: {event}");
@@ -123,7 +123,7 @@ impl Timeline {
                         let name = argument["name"].as_str().unwrap_or_default();
                         (name.to_owned(), argument.clone())
                     };
-                    all.push(Happened {
+                    all.push(TrackEvent {
                         track,
                         name: event["name"].as_str().unwrap_or_default().to_owned(),
                         begin: time,
@@ -185,7 +185,7 @@ impl Timeline {
     }
 
     /// Checks that an event agrees with a row.
-    fn is_row(&self, event: &Happened, row: &Value, took_ns: Option<u64>) -> Result<()> {
+    fn is_row(&self, event: &TrackEvent, row: &Value, took_ns: Option<u64>) -> Result<()> {
         let thread = &self.tracks[&event.track]["thread"];
         let of_thread = ["pid", "tid"].map(|id| number(&thread[id]) == number(&row[id]));
         ensure!(
@@ -237,12 +237,12 @@ fn start(tool: &str, pid: &str, file: &Path, args: &[&str], live: &str) -> Resul
     let file = file.to_str().context("not UTF-8")?;
     let args = [&["-j", "-p", pid, "--perfetto", file], args].concat();
     let mut tool = Tool::start(tool, &args)?;
-    tool.wait_for(live)?;
+    tool.wait_for_stderr(live)?;
     Ok(tool)
 }
 
 /// Returns the rows of a type.
-fn rows(ended: &Ended, kind: &str) -> Result<Vec<Value>> {
+fn rows(ended: &ToolOutput, kind: &str) -> Result<Vec<Value>> {
     ensure!(ended.status.success(), "{ended:?}");
     let mut rows = ended.objects()?;
     rows.retain(|row| row["type"] == kind);

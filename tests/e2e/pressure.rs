@@ -16,7 +16,7 @@ const CGROUP1: &str = "/sys/fs/cgroup/memory";
 const TRACEFS: &str = "/sys/kernel/tracing";
 
 /// Time to wait while another test's cgroup has the name of one that is to be made.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Memory cgroup with a limit. Dropping it removes the cgroup.
 pub(crate) struct Group {
@@ -102,7 +102,7 @@ fn make_alone(path: &Path) -> io::Result<()> {
     loop {
         match fs::create_dir(path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                if begun.elapsed() >= PATIENCE {
+                if begun.elapsed() >= TIMEOUT {
                     return Ok(());
                 }
                 thread::sleep(Duration::from_millis(10));

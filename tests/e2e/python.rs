@@ -16,7 +16,7 @@ use memtools::bpf::kernel_support;
 use memtools::host::capabilities;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -138,7 +138,7 @@ fn places_of(stack: &Value, wanted: impl Fn(&Value) -> bool) -> Result<Vec<Place
 }
 
 /// Compares the stack of every block that the workload recorded.
-fn expect_exact(ended: &Ended, truth: &HashMap<u64, Vec<Place>>) -> Result<()> {
+fn expect_exact(ended: &ToolOutput, truth: &HashMap<u64, Vec<Place>>) -> Result<()> {
     expect_exact_in(None, &ended.objects()?, truth)
 }
 
@@ -185,13 +185,13 @@ fn frames_in_threads_and_elsewhere_are_those_that_python_has() -> Result<()> {
 /// CPU may need more time for them than memleak's start takes.
 fn follow(options: &[&str], pid: &str) -> Result<Tool> {
     let mut tool = Tool::start("memleak", &[options, &["--verbose", "-p", pid]].concat())?;
-    tool.wait_for("allocator: ")?;
-    tool.wait_for(&format!("unwind tables for process {pid}: "))?;
+    tool.wait_for_stderr("allocator: ")?;
+    tool.wait_for_stderr(&format!("unwind tables for process {pid}: "))?;
     Ok(tool)
 }
 
 /// Traces the workload's process with this PID by memleak.
-fn trace(options: &[&str], workload: Workload, pid: &str) -> Result<Ended> {
+fn trace(options: &[&str], workload: Workload, pid: &str) -> Result<ToolOutput> {
     Ok(trace_with_facts(options, workload, pid)?.1)
 }
 
@@ -200,7 +200,7 @@ fn trace_with_facts(
     options: &[&str],
     mut workload: Workload,
     pid: &str,
-) -> Result<(HashMap<String, String>, Ended)> {
+) -> Result<(HashMap<String, String>, ToolOutput)> {
     let tool = follow(options, pid)?;
     let facts = workload.work()?;
     let ended = tool.interrupt()?;
@@ -241,7 +241,7 @@ fn frames_of_children_are_those_that_python_has() -> Result<()> {
 }
 
 /// Returns a tool's messages about processes of Python.
-fn said_of_python(ended: &Ended) -> String {
+fn said_of_python(ended: &ToolOutput) -> String {
     let lines = ended.stderr.lines();
     lines.filter(|line| line.contains("Python")).collect()
 }
@@ -364,7 +364,7 @@ fn other_tools_have_them_too() -> Result<()> {
         let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
         let pid = workload.pid();
         let mut tool = Tool::start(name, &[args, &["-p", &pid]].concat())?;
-        tool.wait_for("tracing ")?;
+        tool.wait_for_stderr("tracing ")?;
         workload.work()?;
         let ended = tool.interrupt()?;
         workload.finish()?;

@@ -77,12 +77,12 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
             tool.wait_for_output("MemTotal")?;
             tool.interrupt()?
         } else if is_triage || looks_once {
-            tool.end()?
+            tool.wait()?
         } else {
             tool.wait_for_any(&["Ctrl-C to end", "allocator: ", "Attaching to kernel"])
                 .with_context(|| command.to_owned())?;
             if command.contains("COMMAND") {
-                tool.end()?
+                tool.wait()?
             } else {
                 tool.interrupt()?
             }

@@ -47,7 +47,7 @@ fn record(folder: &Path, above: &str) -> Result<Tool> {
         "-j",
     ];
     let mut recorder = Tool::start("memtriage", &args)?;
-    recorder.wait_for(&format!("nothing is traced until {above} %"))?;
+    recorder.wait_for_stderr(&format!("nothing is traced until {above} %"))?;
     Ok(recorder)
 }
 

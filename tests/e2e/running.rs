@@ -97,7 +97,7 @@ fn children_of_named_processes_are_traced() -> Result<()> {
     let mut parent = Workload::start("forktree", &["2", "2", "11"])?;
     let pid = parent.pid();
     let mut tool = Tool::start("faults", &["--by-process", "--children", "-p", &pid])?;
-    tool.wait_for("tracing page faults")?;
+    tool.wait_for_stderr("tracing page faults")?;
     parent.work()?;
     let ended = tool.interrupt()?;
     let rows = ended
@@ -118,7 +118,7 @@ fn brkstack(args: &[&str]) -> Result<(Workload, Tool)> {
     let mut workload = Workload::start("brk", &["23"])?;
     let pid = workload.pid();
     let mut tool = Tool::start("brkstack", &[&["-f", "-p", &pid], args].concat())?;
-    tool.wait_for("tracing brk(2)")?;
+    tool.wait_for_stderr("tracing brk(2)")?;
     workload.work()?;
     Ok((workload, tool))
 }
@@ -147,7 +147,7 @@ fn hundreds_of_processes() -> Result<()> {
             .collect();
         pids.insert(101, named.pid());
         let mut tool = Tool::start("faults", &["--by-process", "-p", &pids.join(",")])?;
-        tool.wait_for("tracing page faults")?;
+        tool.wait_for_stderr("tracing page faults")?;
         named.work()?;
         other.work()?;
         let ended = tool.interrupt()?;
@@ -172,7 +172,7 @@ fn a_cgroup_can_be_named_as_it_is_printed() -> Result<()> {
     cgroup.add(&inside.pid())?;
     let name = cgroup.path().file_name().context("no name")?.display();
     let mut tool = Tool::start("faults", &["--by-process", "--cgroup", &format!("/{name}")])?;
-    tool.wait_for("tracing page faults")?;
+    tool.wait_for_stderr("tracing page faults")?;
     inside.work()?;
     outside.work()?;
     let ended = tool.interrupt()?;
@@ -187,7 +187,7 @@ fn a_cgroup_can_be_named_as_it_is_printed() -> Result<()> {
 fn time_is_that_of_the_place() -> Result<()> {
     let mut command = Command::new(tool("vmscan"));
     command.args(["-j", "0.01", "1"]).env("TZ", "Asia/Tokyo");
-    let ended = Tool::spawn(command.stdin(Stdio::null()))?.end()?;
+    let ended = Tool::spawn(command.stdin(Stdio::null()))?.wait()?;
     ensure!(ended.stdout.contains("+09:00\""), "{ended:?}");
     Ok(())
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use tempfile::TempDir;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -84,10 +84,10 @@ impl Runtime {
 }
 
 /// Traces the blocks of a workload, and removes its perf map, if there is one.
-fn trace(mut workload: Workload, pid: &str) -> Result<Ended> {
+fn trace(mut workload: Workload, pid: &str) -> Result<ToolOutput> {
     let options = [&harness::each_block(BYTES)[..], &["-p", pid]].concat();
     let mut tool = Tool::start("memleak", &options)?;
-    tool.wait_for("allocator: glibc")?;
+    tool.wait_for_stderr("allocator: glibc")?;
     workload.work()?;
     let ended = tool.interrupt()?;
     ensure!(
@@ -110,7 +110,7 @@ fn trace(mut workload: Workload, pid: &str) -> Result<Ended> {
 
 /// Returns the workload's own functions in each block's stack, innermost first.
 fn functions_of_blocks(
-    ended: &Ended,
+    ended: &ToolOutput,
     name: impl Fn(&str) -> Option<&str>,
 ) -> Result<Vec<Vec<String>>> {
     let objects = ended.objects()?;
@@ -144,7 +144,7 @@ fn dotnet_function(symbol: &str) -> Option<&str> {
 }
 
 /// Checks that the stacks have all functions, except those that V8 has inlined into their callers.
-fn expect_node_functions(ended: &Ended) -> Result<()> {
+fn expect_node_functions(ended: &ToolOutput) -> Result<()> {
     let stacks = functions_of_blocks(ended, node_function)?;
     let kinds: BTreeSet<&[String]> = stacks.iter().map(|stack| &stack[..]).collect();
     for stack in &kinds {

@@ -16,7 +16,7 @@ use libtest_mimic::Trial;
 use tempfile::TempDir;
 
 use crate::export::{by_leaf, pprof, rows, sum, top};
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "serve":
@@ -61,14 +61,14 @@ impl Serving {
     fn start_until(live: &str, args: &[&str]) -> Result<Self> {
         let mut tool = Tool::start("memleak", &[&["--serve", "0"], args].concat())?;
         let line = tool.wait_for_line("memleak: serving http://")?;
-        tool.wait_for(live)?;
+        tool.wait_for_stderr(live)?;
         let address = line.split("http://").nth(1).context("no address")?;
         let address = address.trim_end_matches('/').to_owned();
         let site = Site { address };
         Ok(Self { tool, site })
     }
 
-    fn interrupt(self) -> Result<Ended> {
+    fn interrupt(self) -> Result<ToolOutput> {
         let ended = self.tool.interrupt()?;
         ensure!(ended.status.success(), "{ended:?}");
         Ok(ended)
@@ -82,7 +82,7 @@ impl Site {
 
     fn connect(&self) -> Result<TcpStream> {
         let stream = TcpStream::connect(&self.address)?;
-        stream.set_read_timeout(Some(harness::PATIENCE))?;
+        stream.set_read_timeout(Some(harness::TIMEOUT))?;
         Ok(stream)
     }
 
@@ -436,7 +436,7 @@ fn other_machines_are_kept_out() -> Result<()> {
     ensure!(refused.stderr.contains("add --serve-remote"), "{refused:?}");
     let mut tool = Tool::start("memleak", &[&args[..], &["--serve-remote"]].concat())?;
     let line = tool.wait_for_line("serving http://0.0.0.0:")?;
-    tool.wait_for("probes in")?;
+    tool.wait_for_stderr("probes in")?;
     let port: u16 = line
         .trim_end_matches('/')
         .rsplit(':')

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 
 /// Number of rounds of the workload. The calls of each are shmget, shmat, shmctl, shmdt, shmctl.
 const ROUNDS: u64 = 101;
@@ -29,11 +29,11 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// Traces the workload. Returns its PID, its facts, and what the tool printed.
-fn trace(args: &[&str]) -> Result<(String, HashMap<String, String>, Ended)> {
+fn trace(args: &[&str]) -> Result<(String, HashMap<String, String>, ToolOutput)> {
     let mut workload = Workload::start("shm", &[&ROUNDS.to_string()])?;
     let pid = workload.pid();
     let mut tool = Tool::start("shmsnoop", &[&["-p", &pid], args].concat())?;
-    tool.wait_for("tracing shmget(2)")?;
+    tool.wait_for_stderr("tracing shmget(2)")?;
     let facts = workload.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -45,7 +45,7 @@ fn trace(args: &[&str]) -> Result<(String, HashMap<String, String>, Ended)> {
 fn threads_at_once_are_all_shown() -> Result<()> {
     let mut workload = Workload::start("contend", &["8", "1009", "shmget"])?;
     let mut tool = Tool::start("shmsnoop", &["-j", "-p", &workload.pid()])?;
-    tool.wait_for("tracing shmget(2)")?;
+    tool.wait_for_stderr("tracing shmget(2)")?;
     let facts = workload.work()?;
     let ended = tool.interrupt()?;
     let rows = ended.objects()?;
@@ -238,7 +238,7 @@ fn segments_of_a_container() -> Result<()> {
     let mut workload = Workload::spawn(Command::new("unshare").arg("-i").arg(shm).arg("23"))?;
     let pid: u32 = workload.pid().parse()?;
     let mut tool = Tool::start("shmsnoop", &["-j", "-n", "shm"])?;
-    tool.wait_for("tracing shmget(2)")?;
+    tool.wait_for_stderr("tracing shmget(2)")?;
     let facts = workload.work()?;
     let rows = tool.interrupt()?.objects()?;
     let mut detached = rows
@@ -318,7 +318,7 @@ fn threads_are_filtered() -> Result<()> {
     // The filter by thread takes precedence over the filter by process.
     let (other, wanted) = (workloads[0].pid(), workloads[1].pid());
     let mut tool = Tool::start("shmsnoop", &["-p", &other, "-t", &wanted])?;
-    tool.wait_for("tracing shmget(2)")?;
+    tool.wait_for_stderr("tracing shmget(2)")?;
     for workload in &mut workloads {
         workload.work()?;
     }

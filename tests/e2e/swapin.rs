@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Need, Tool, Workload};
+use crate::harness::{self, Need, Tool, ToolOutput, Workload};
 use crate::pressure::{Setting, Swap, vmstat};
 
 /// Number of the workload's pages.
@@ -49,7 +49,7 @@ fn start(way: &str, args: &[&str]) -> Result<Tool> {
     Tool::start_by(way, "swapin", args)
 }
 
-fn end(tool: Tool) -> Result<Ended> {
+fn end(tool: Tool) -> Result<ToolOutput> {
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     Ok(ended)
@@ -204,7 +204,7 @@ fn a_command_is_traced() -> Result<()> {
     let program = program.display();
     let command = format!("sh -c '\"{program}\" 499; \"{program}\" 997; exit 7'");
     for way in WAYS {
-        let ended = start(way, &["-j", "-c", &command, "60"])?.end()?;
+        let ended = start(way, &["-j", "-c", &command, "60"])?.wait()?;
         ensure!(ended.status.code() == Some(7), "{way}: {ended:?}");
         // The command's own output is there, too.
         let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
@@ -279,8 +279,8 @@ fn bcc_s_report() -> Result<()> {
 
 fn it_outlives_a_lack_of_memory() -> Result<()> {
     let mut tool = Tool::start("swapin", &[])?;
-    tool.wait_for("tracing swap ins")?;
-    harness::outlives_a_lack_of_memory(tool)
+    tool.wait_for_stderr("tracing swap ins")?;
+    harness::expect_protected_from_oom(tool)
 }
 
 fn every_attempt_is_named() -> Result<()> {

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "unwind":
@@ -59,7 +59,7 @@ struct Entry {
 }
 
 impl Report {
-    fn read(ended: &Ended) -> Result<Self> {
+    fn read(ended: &ToolOutput) -> Result<Self> {
         ensure!(ended.status.success(), "{ended:?}");
         ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
         let mut report = Self {
@@ -162,7 +162,7 @@ fn trace_program(mut program: Workload, tool: &str, args: &[&str]) -> Result<(Re
     let pid = program.pid();
     let live = live(tool);
     let mut tool = Tool::start(tool, &[&["-j", "-p", &pid], args].concat())?;
-    tool.wait_for(live)?;
+    tool.wait_for_stderr(live)?;
     let facts = program.work()?;
     let report = Report::read(&tool.interrupt()?)?;
     Ok((report, own_stack(&facts)?))
@@ -191,7 +191,7 @@ fn a_frame_that_takes_its_pages_one_by_one() -> Result<()> {
     const PAGES: u64 = 3;
     let mut program = Workload::start("frames", &[&COUNT.to_string()])?;
     let mut tool = Tool::start("faults", &["-j", "-p", &program.pid()])?;
-    tool.wait_for(live("faults"))?;
+    tool.wait_for_stderr(live("faults"))?;
     let faults: u64 = program.work()?.get("minor").context("no count")?.parse()?;
     let report = Report::read(&tool.interrupt()?)?;
     let through_frame = |entry: &&Entry| entry.callers_of("with_huge_frame").is_ok();
@@ -281,7 +281,7 @@ fn every_instruction() -> Result<()> {
     for name in ["unwind-plt", "unwind-plt-sec"] {
         let mut program = Workload::start(name, &["step", "1"])?;
         let mut tool = Tool::start("brkstack", &["-j", "-p", &program.pid()])?;
-        tool.wait_for(live("brkstack"))?;
+        tool.wait_for_stderr(live("brkstack"))?;
         let facts = program.work()?;
         let report = Report::read(&tool.interrupt()?)?;
 
@@ -358,7 +358,7 @@ fn no_room_for_a_table() -> Result<()> {
     let pid = program.pid();
     let args = [&["-j", "--unwind-memory", "2", "-p", &pid], &MALLOC[..]].concat();
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for(live("memleak"))?;
+    tool.wait_for_stderr(live("memleak"))?;
     program.work()?;
     let own = own_stack(&program.work()?)?;
     let ended = tool.interrupt()?;
@@ -399,7 +399,7 @@ fn hotspot_s_generated_code_ends_a_stack() -> Result<()> {
     let traced = |option: &[&str]| {
         let mut program = Workload::start("hotspot", &[&[count.as_str()][..], option].concat())?;
         let mut tool = Tool::start("memleak", &["-j", "-o", "0", "-p", &program.pid(), "60"])?;
-        tool.wait_for(live("memleak"))?;
+        tool.wait_for_stderr(live("memleak"))?;
         program.work()?;
         tool.interrupt()
     };
@@ -426,7 +426,7 @@ fn hotspot_s_generated_code_ends_a_stack() -> Result<()> {
 fn generated_code_is_walked_by_frame_pointers() -> Result<()> {
     let mut program = Workload::start("jit", &[&COUNT.to_string(), "113"])?;
     let mut tool = Tool::start("memleak", &["-j", "-o", "0", "-p", &program.pid(), "60"])?;
-    tool.wait_for(live("memleak"))?;
+    tool.wait_for_stderr(live("memleak"))?;
     program.work()?;
     let report = Report::read(&tool.interrupt()?)?;
     let entry = report.only(COUNT)?;
@@ -459,7 +459,7 @@ fn calls_that_are_bound_lazily() -> Result<()> {
 fn deep_recursion_is_cut() -> Result<()> {
     let mut program = Workload::start("unwind", &["deep", &COUNT.to_string()])?;
     let mut tool = Tool::start("brkstack", &["-j", "-p", &program.pid()])?;
-    tool.wait_for(live("brkstack"))?;
+    tool.wait_for_stderr(live("brkstack"))?;
     let own = own_stack(&program.work()?)?;
     let ended = tool.interrupt()?;
     ensure!(ended.stderr.contains("lost"), "{}", ended.stderr);

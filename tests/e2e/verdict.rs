@@ -237,7 +237,7 @@ fn ten_million_blocks_are_judged_in_bounded_memory() -> Result<()> {
         peak = peak.max(tool.peak_kib().unwrap_or(0) << 10);
         thread::sleep(Duration::from_millis(10));
     }
-    let rows = tool.end()?.objects()?;
+    let rows = tool.wait()?.objects()?;
     let verdict = rows.first().context("no verdict")?;
     ensure!(verdict["coverage"] == "complete", "{verdict}");
     for (class, blocks) in [

@@ -7,7 +7,7 @@ use libtest_mimic::Trial;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool};
+use crate::harness::{self, Tool, ToolOutput};
 use crate::heap_pause::tracer_and_state;
 use crate::verdict_traced::{expect_what_was_made, number, sums};
 
@@ -24,7 +24,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// Runs the workload under memleak, with arguments for each of them.
-fn at_exit(workload: &str, args: &[&str]) -> Result<Ended> {
+fn at_exit(workload: &str, args: &[&str]) -> Result<ToolOutput> {
     let path = harness::workload("forget");
     let command = format!("{} {workload}", path.display());
     let options = ["-jT", "1000", "--verdict=exit", "-c", &command];

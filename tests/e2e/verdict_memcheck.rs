@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended};
+use crate::harness::{self, ToolOutput};
 use crate::verdict_traced::number;
 
 /// Fields of the sums, with valgrind's names for them.
@@ -32,14 +32,14 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// Runs a workload under memleak with these arguments.
-fn at_exit(workload: &str, args: &[&str]) -> Result<Ended> {
+fn at_exit(workload: &str, args: &[&str]) -> Result<ToolOutput> {
     let path = harness::workload(workload);
     let path = path.display().to_string();
     let options = ["-jT", "1000", "--verdict=exit", "--memcheck", "-c", &path];
     harness::run("memleak", &[&options[..], args].concat())
 }
 
-fn row(ended: &Ended, kind: &str) -> Result<Value> {
+fn row(ended: &ToolOutput, kind: &str) -> Result<Value> {
     let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
     for line in lines {
         let row = harness::object(line)?;
@@ -78,7 +78,7 @@ fn valgrind(workload: &str, args: &[&str]) -> Result<Vec<(u64, u64)>> {
     sums.into_iter().collect()
 }
 
-fn sums(ended: &Ended) -> Result<Vec<(u64, u64)>> {
+fn sums(ended: &ToolOutput) -> Result<Vec<(u64, u64)>> {
     let row = row(ended, "memcheck")?;
     let sum = |(field, _): &(&str, &str)| {
         let sum = &row[*field];

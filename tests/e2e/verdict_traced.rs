@@ -71,7 +71,7 @@ fn judged(args: &[&str]) -> Result<Vec<Value>> {
     let options = ["-jp", &workload.pid(), "--verdict=1000", "-T", "1000"];
     let options = [&options[..], &["--max-pause", "60000"], args].concat();
     let mut tool = Tool::start("memleak", &options)?;
-    tool.wait_for("allocator: glibc")?;
+    tool.wait_for_stderr("allocator: glibc")?;
     workload.work()?;
     tool.signal(Signal::SIGUSR1)?;
     tool.wait_for_output("\"verdict\"")?;
@@ -131,9 +131,9 @@ fn what_was_there_before_has_no_stack() -> Result<()> {
 fn a_process_that_exits_first_has_no_verdict() -> Result<()> {
     let workload = Workload::start("forget", &[])?;
     let mut tool = Tool::start("memleak", &["-p", &workload.pid(), "--verdict=1000"])?;
-    tool.wait_for("allocator: glibc")?;
+    tool.wait_for_stderr("allocator: glibc")?;
     workload.finish()?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(
         ended.status.code() == Some(1)
             && ended

@@ -38,7 +38,7 @@ const HEADER: &str = "TIME         S-SLABms  D-RECLAIMms  M-RECLAIMms KSWAPD WRI
 
 fn start(args: &[&str]) -> Result<Tool> {
     let mut tool = Tool::start("vmscan", args)?;
-    tool.wait_for("tracing")?;
+    tool.wait_for_stderr("tracing")?;
     Ok(tool)
 }
 
@@ -105,7 +105,7 @@ fn tables_are_apart() -> Result<()> {
 
 fn it_outlives_a_lack_of_memory() -> Result<()> {
     for way in [&[][..], &["--counts"], &["--trace-compaction"]] {
-        harness::outlives_a_lack_of_memory(start(way)?)?;
+        harness::expect_protected_from_oom(start(way)?)?;
     }
     Ok(())
 }
@@ -178,11 +178,11 @@ fn what_a_command_starts_reclaims() -> Result<()> {
     );
     fs::write(&script, write)?;
     let command = format!("sh {}", script.display());
-    let ended = start(&["-j", "-c", &command])?.end()?;
+    let ended = start(&["-j", "-c", &command])?.wait()?;
     let reclaims = sum(&ended.objects()?, "/memcg_reclaim/count")?;
     ensure!(reclaims >= 50, "{reclaims}: {ended:?}");
 
-    let ended = start(&["--counts", "-c", "sh -c 'exit 7'"])?.end()?;
+    let ended = start(&["--counts", "-c", "sh -c 'exit 7'"])?.wait()?;
     ensure!(ended.status.code() == Some(7), "{ended:?}");
     Ok(())
 }

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 
 use crate::export;
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, ToolOutput, Workload};
 use crate::lines::rows;
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -50,7 +50,7 @@ impl Example {
     }
 
     /// Traces a program until it has read all of its input, while it is still held.
-    fn trace(&self, program: &str, tool: &str, options: &[&str]) -> Result<Ended> {
+    fn trace(&self, program: &str, tool: &str, options: &[&str]) -> Result<ToolOutput> {
         let mut program = Workload::start(program, &[&self.path("records.txt")?])?;
         let pid = program.pid();
         let mut tool = Tool::start(tool, &[&["-p", &pid], options].concat())?;
@@ -61,7 +61,7 @@ impl Example {
     }
 
     /// Traces the faulty program, and draws a picture.
-    fn draw(&self, name: &str, tool: &str, options: &[&str]) -> Result<(Ended, String)> {
+    fn draw(&self, name: &str, tool: &str, options: &[&str]) -> Result<(ToolOutput, String)> {
         let file = self.path(name)?;
         let ended = self.trace("loopleak", tool, &[&["--flame", &*file], options].concat())?;
         ensure!(ended.status.success(), "{ended:?}");
@@ -85,7 +85,7 @@ fn docs() -> PathBuf {
 }
 
 /// Returns the sum of all folded lines that contain a function.
-fn through(ended: &Ended, function: &str) -> u64 {
+fn through(ended: &ToolOutput, function: &str) -> u64 {
     let frame = format!(";{function};");
     let lines = ended.stdout.lines().filter(|line| line.contains(&frame));
     let numbers = lines.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());

@@ -7,7 +7,7 @@ use memtools::run::cli::CommonArgs;
 use memtools::run::count_stacks::StackCountArgs;
 use memtools::run::target::TargetArgs;
 
-use crate::calls::Shown;
+use crate::calls::StackParts;
 
 /// Count calls of brk(2), by which heaps grow, by user stack and process.
 #[derive(Debug, Parser)]
@@ -78,8 +78,8 @@ impl Args {
     }
 
     /// Returns the parts of the stack that are printed below each row of --events.
-    pub(crate) fn event_stacks(&self) -> Shown {
-        Shown {
+    pub(crate) fn event_stacks(&self) -> StackParts {
+        StackParts {
             user: self.user_stacks,
             kernel: self.kernel_stacks,
         }

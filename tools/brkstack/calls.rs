@@ -10,8 +10,8 @@ use memtools::bpf::ring::Events;
 use memtools::export::text::{below_row, part_below_row};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Hex, Output, Row};
-use memtools::print::timeline::Moment;
-use memtools::process::container::{self, Home, Homes};
+use memtools::print::timeline::TimelineEntry;
+use memtools::process::container::{self, CgroupInfo, CgroupResolver};
 use memtools::process::filter::Filter;
 use memtools::process::origin::Origin;
 use memtools::run::losses::Losses;
@@ -27,19 +27,19 @@ use crate::bpf::Loaded;
 use crate::bpf::types::event;
 
 /// Symbolizer and unwinder for the stacks of --events, if stacks are asked for.
-pub(crate) struct Names {
+pub(crate) struct StackReaders {
     pub(crate) symbolizer: Option<Symbolizer>,
     pub(crate) unwinder: Option<Unwinder>,
 }
 
 /// Parts of the stack that are printed below each row.
 #[derive(Debug, Default, Clone, Copy)]
-pub(crate) struct Shown {
+pub(crate) struct StackParts {
     pub(crate) user: bool,
     pub(crate) kernel: bool,
 }
 
-impl Shown {
+impl StackParts {
     pub(crate) fn any(self) -> bool {
         self.user || self.kernel
     }
@@ -50,12 +50,12 @@ pub(crate) fn print(
     args: &Args,
     filter: &Filter,
     skel: &Loaded,
-    names: Names,
+    names: StackReaders,
     links: Vec<Link>,
     (mut poller, output): (Poller<'_>, Output),
 ) -> Result<()> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
-    let Names {
+    let StackReaders {
         symbolizer,
         unwinder,
     } = names;
@@ -64,9 +64,9 @@ pub(crate) fn print(
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
-    let mut calls = Calls {
+    let mut calls = Printer {
         stacks,
-        homes: Homes::if_wanted(
+        cgroup_resolver: CgroupResolver::if_wanted(
             args.containers.wanted(args.common.json),
             &skel.maps.cgroup_paths,
         ),
@@ -81,8 +81,8 @@ pub(crate) fn print(
     calls.output.flush()?;
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| calls.print(events))?;
-    calls.stacks.tell_losses("brkstack");
-    Losses::tell_with_stacks(
+    calls.stacks.report_losses("brkstack");
+    Losses::report_with_unwinder(
         "brkstack",
         skel.object(),
         filter,
@@ -93,23 +93,26 @@ pub(crate) fn print(
 }
 
 /// Printer that turns events into rows.
-struct Calls<'a> {
+struct Printer<'a> {
     stacks: EventStacks<'a, MapMut<'static>>,
-    homes: Option<Homes<'a>>,
+    cgroup_resolver: Option<CgroupResolver<'a>>,
     /// Whether the column CONTAINER is printed.
     container: bool,
-    shown: Shown,
+    shown: StackParts,
     clock: Clock,
     output: Output,
 }
 
-impl Calls<'_> {
+impl Printer<'_> {
     fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
         self.stacks.refresh();
         for event in events {
-            let home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
-            let mut call = Call::new(&event, home, &self.clock);
-            call.stack = self.named(&event, &call.origin.comm)?;
+            let cgroup_info = self
+                .cgroup_resolver
+                .as_mut()
+                .map(|cgroup_resolver| cgroup_resolver.of(event.cgroup));
+            let mut call = Call::new(&event, cgroup_info, &self.clock);
+            call.stack = self.symbolize(&event, &call.origin.comm)?;
             call.shown = self.shown;
             call.container = self.container;
             self.output.row(&call)?;
@@ -119,7 +122,7 @@ impl Calls<'_> {
     }
 
     /// Symbolizes the parts of the stack that are asked for.
-    fn named(&mut self, event: &event, comm: &str) -> Result<Option<Rc<NamedStack>>> {
+    fn symbolize(&mut self, event: &event, comm: &str) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,
             comm,
@@ -147,7 +150,7 @@ struct Call {
     #[serde(flatten)]
     stack: Option<Rc<NamedStack>>,
     #[serde(skip)]
-    shown: Shown,
+    shown: StackParts,
     /// Whether text has the column CONTAINER.
     #[serde(skip)]
     container: bool,
@@ -162,13 +165,13 @@ impl Call {
         )
     }
 
-    fn new(event: &event, home: Option<Home>, clock: &Clock) -> Self {
+    fn new(event: &event, cgroup_info: Option<CgroupInfo>, clock: &Clock) -> Self {
         Self {
             origin: Origin::new(
                 clock.local(event.time_ns),
                 (event.pid, event.tid),
                 &event.comm,
-                home,
+                cgroup_info,
             ),
             container: false,
             requested: Hex(event.requested),
@@ -176,7 +179,7 @@ impl Call {
             new: Hex(event.new_end),
             growth_bytes: event.new_end.wrapping_sub(event.old_end).cast_signed(),
             stack: None,
-            shown: Shown::default(),
+            shown: StackParts::default(),
         }
     }
 }
@@ -189,7 +192,7 @@ impl Row for Call {
             clock::time_of_day(&self.origin.time),
             self.origin.pid,
             self.origin.comm,
-            container::column(self.origin.home.as_ref().filter(|_| self.container)),
+            container::column(self.origin.cgroup_info.as_ref().filter(|_| self.container)),
             self.old,
             self.new,
             self.growth_bytes
@@ -201,7 +204,7 @@ impl Row for Call {
         }
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         self.origin.moment("brk", None)
     }
 }

@@ -13,10 +13,10 @@ use anyhow::Result;
 use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::{attach, kernel_support, map_create};
-use memtools::export::profile::Value;
+use memtools::export::profile::ValueType;
 use memtools::print::output::Output;
 use memtools::process::container;
-use memtools::process::filter::{Filter, Tasks};
+use memtools::process::filter::{Filter, TaskKind};
 use memtools::run::cli;
 use memtools::run::count_stacks::{StackCounts, StackReport, Weight};
 use memtools::run::poll::Poller;
@@ -24,7 +24,7 @@ use memtools::run::target::{self, Target};
 
 use crate::args::Args;
 use crate::bpf::Loaded;
-use crate::calls::Names;
+use crate::calls::StackReaders;
 
 memtools::skeleton!("brkstack", BrkstackSkelBuilder, stacks: unwound, plain: [event]);
 
@@ -41,8 +41,8 @@ fn run(args: Args) -> Result<ExitCode> {
         .export
         .prepare("brkstack", args.target.to_string())?;
     let (mut poller, output) = args.common.start_as("brkstack", args.format())?;
-    let mut target = Target::choose(&args.target, Tasks::Programs)?;
-    target::doubt_interval("brkstack", args.stacks.interval(), &args.target.filter.pid);
+    let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
+    target::warn_if_interval_is_pid("brkstack", args.stacks.interval(), &args.target.filter.pid);
     let tracepoints = args.programs(kernel_support::system_call_programs_lack_kernel_stacks());
     let mut skel = load(&args, target.filter(), tracepoints)?;
     let symbolizer = target.symbolizer(&args.stacks.export)?;
@@ -51,15 +51,19 @@ fn run(args: Args) -> Result<ExitCode> {
         .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))
         .transpose()?;
     let object = skel.object_mut();
-    let mut links = attach::by_name(object, args.programs_on_threads())?;
+    let mut links = attach::attach_by_name(object, args.programs_on_threads())?;
     let functions = args.programs_on_functions();
-    links.extend(attach::system_calls(object, tracepoints, functions)?);
+    links.extend(attach::attach_syscall_programs(
+        object,
+        tracepoints,
+        functions,
+    )?);
     eprintln!("brkstack: tracing brk(2)... Ctrl-C to end");
     target.release()?;
 
     target.watch_exit(&mut poller);
     if args.events {
-        let names = Names {
+        let names = StackReaders {
             symbolizer: args.event_stacks().any().then_some(symbolizer),
             unwinder,
         };
@@ -101,8 +105,8 @@ fn count_stacks(
             "calls of brk(2)"
         },
         values: (
-            Value::count("brk_calls", "calls"),
-            args.growth_only().then_some(Value::bytes("growth")),
+            ValueType::count("brk_calls", "calls"),
+            args.growth_only().then_some(ValueType::bytes("growth")),
         ),
         args: &args.stacks,
     };
@@ -119,7 +123,7 @@ fn count_stacks(
 /// Loads the programs on these tracepoints, and those that the options ask for besides.
 fn load(args: &Args, filter: &Filter, tracepoints: &[&str]) -> Result<Loaded> {
     let with_stacks = !args.events || args.event_stacks().any();
-    let stacks = args.stacks.room().if_wanted(with_stacks);
+    let stacks = args.stacks.stack_capacity().if_wanted(with_stacks);
     let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
     let wanted = args.containers.wanted(args.common.json);
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
@@ -132,15 +136,15 @@ fn load(args: &Args, filter: &Filter, tracepoints: &[&str]) -> Result<Loaded> {
     options.with_user_stacks = args.user_stacks().into();
     options.with_kernel_stacks = args.kernel_stacks.into();
     if !args.with_result() {
-        map_create::size(&mut open.maps.calls, 1)?;
+        map_create::set_capacity(&mut open.maps.calls, 1)?;
     }
     if args.events {
-        map_create::size(&mut open.maps.counts_a, 1)?;
-        map_create::size(&mut open.maps.counts_b, 1)?;
+        map_create::set_capacity(&mut open.maps.counts_a, 1)?;
+        map_create::set_capacity(&mut open.maps.counts_b, 1)?;
     } else {
         // A ring buffer needs at least one page.
         let page = kernel_support::page_bytes()? as u32;
-        map_create::size(&mut open.maps.events, page)?;
+        map_create::set_capacity(&mut open.maps.events, page)?;
     }
     let functions = args.programs_on_functions();
     let programs = attach::programs_on_system_calls(tracepoints, functions);

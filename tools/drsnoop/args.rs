@@ -95,11 +95,11 @@ impl Args {
     }
 
     pub(crate) fn wants_stacks(&self) -> bool {
-        self.stack || self.export.any()
+        self.stack || self.export.is_enabled()
     }
 
     /// Describes the target in words.
-    pub(crate) fn traced(&self) -> String {
+    pub(crate) fn target_description(&self) -> String {
         let user = self.uid.map(|uid| format!("user {uid}"));
         match self.tid.map(|tid| format!("thread {tid}")).or(user) {
             Some(some) => format!("{some}, {}", self.target),

@@ -8,8 +8,8 @@ use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::process::container;
 use memtools::process::filter::Filter;
-use memtools::run::skeleton::StackRoom;
-use memtools::stacks::table::FIRST_OF_EVENTS;
+use memtools::run::skeleton::StackCapacity;
+use memtools::stacks::table::INITIAL_EVENT_ENTRIES;
 
 use crate::args::Args;
 use crate::bpf::{self, Loaded};
@@ -63,7 +63,7 @@ fn programs(memcg: bool, kind: &str) -> Vec<String> {
 fn try_start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<Started> {
     let programs = programs(args.memcg, kind);
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
-    let stacks = StackRoom::of(FIRST_OF_EVENTS).if_wanted(args.wants_stacks());
+    let stacks = StackCapacity::of(INITIAL_EVENT_ENTRIES).if_wanted(args.wants_stacks());
     let mut open = bpf::prepare(filter, stacks, args.unwind)?;
     let with_cgroups = container::prepare(args.wants_cgroups(), &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
@@ -79,9 +79,9 @@ fn try_start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<St
     } else {
         kernel_support::preflight_tracepoints()?;
     }
-    map_create::size(&mut open.maps.events, EVENT_BYTES)?;
+    map_create::set_capacity(&mut open.maps.events, EVENT_BYTES)?;
     let mut skel = open.load_only(&programs)?;
-    let links = attach::by_name(skel.object_mut(), &programs).with_context(|| {
+    let links = attach::attach_by_name(skel.object_mut(), &programs).with_context(|| {
         if args.memcg {
             "--memcg needs a kernel with CONFIG_MEMCG=y"
         } else {

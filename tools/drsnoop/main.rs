@@ -16,7 +16,7 @@ use memtools::bpf::attach::capture_log;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
 use memtools::export::metrics;
-use memtools::process::filter::Tasks;
+use memtools::process::filter::TaskKind;
 use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
 use memtools::run::protect;
@@ -38,10 +38,10 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(false);
-    let exports = args.export.prepare("drsnoop", args.traced())?;
+    let exports = args.export.prepare("drsnoop", args.target_description())?;
     let metrics = args.metrics.open("drsnoop", &printer::METRICS)?;
     let (mut poller, output) = args.common.start("drsnoop")?;
-    let mut target = Target::choose_thread(&args.target, args.tid, Tasks::All)?;
+    let mut target = Target::choose_thread(&args.target, args.tid, TaskKind::All)?;
     let symbolizer = args
         .wants_stacks()
         .then(|| args.export.with_source(Symbolizer::of_all_processes()?))
@@ -52,7 +52,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .then(|| target.unwinder(args.unwind, memtools::unwind_parts!(skel)))
         .transpose()?;
     if args.wants_limited() {
-        kernel_support::tell_if_limits_are_unknown("drsnoop");
+        kernel_support::warn_if_no_reclaim_target("drsnoop");
     }
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
@@ -64,14 +64,14 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     let mut printer = Printer::new(&args, &skel, stacks, output, exports, metrics)?;
     printer.exports.begin();
-    protect::from_lack_of_memory("drsnoop");
+    protect::protect_from_oom("drsnoop");
     eprintln!("drsnoop: tracing direct reclaim ({how}), Ctrl-C to end");
     printer.output.header(&args.columns().header())?;
     printer.output.flush()?;
     target.release()?;
     target.watch_exit(&mut poller);
-    if printer.metrics.any() {
-        poller.tick_every(metrics::LOOK)?;
+    if printer.metrics.is_enabled() {
+        poller.tick_every(metrics::CHECK_INTERVAL)?;
     }
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| {
@@ -79,7 +79,7 @@ fn run(args: Args) -> Result<ExitCode> {
         losses::write_metrics(skel.object(), target.filter(), &mut printer.metrics)
     })?;
     printer.print_end()?;
-    Losses::tell_with_stacks(
+    Losses::report_with_unwinder(
         "drsnoop",
         skel.object(),
         target.filter(),

@@ -7,9 +7,9 @@ use anyhow::Result;
 use libbpf_rs::MapMut;
 use memtools::bpf::kernel_support;
 use memtools::bpf::types::known;
-use memtools::export::files::{Exports, Subject};
+use memtools::export::files::{Exports, ProfileInfo};
 use memtools::export::metrics::{Family, Kind as Sums, Metrics};
-use memtools::export::profile::{Sample, Value};
+use memtools::export::profile::{Sample, ValueType};
 use memtools::host::values::Values;
 use memtools::print::clock::Clock;
 use memtools::print::gfp::Gfp;
@@ -17,7 +17,7 @@ use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
-use memtools::process::container::Homes;
+use memtools::process::container::CgroupResolver;
 use memtools::process::origin::Origin;
 use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
@@ -53,7 +53,7 @@ static RECLAIMED: Family = Family {
 pub(crate) struct Printer<'a> {
     pub(crate) output: Output,
     clock: Clock,
-    homes: Option<Homes<'a>>,
+    cgroup_resolver: Option<CgroupResolver<'a>>,
     /// Cgroups of the hierarchy that limits memory. None if their names are not asked for.
     limited: Option<Cgroups>,
     /// End of the first reclaim.
@@ -83,7 +83,10 @@ impl<'a> Printer<'a> {
         Ok(Self {
             output,
             clock: Clock::new(),
-            homes: Homes::if_wanted(args.wants_cgroups(), &skel.maps.cgroup_paths),
+            cgroup_resolver: CgroupResolver::if_wanted(
+                args.wants_cgroups(),
+                &skel.maps.cgroup_paths,
+            ),
             limited: args.wants_limited().then(Cgroups::of_memory),
             first_ns: None,
             latencies: args.hist.then(Histogram::new),
@@ -106,10 +109,13 @@ impl<'a> Printer<'a> {
                 latencies.add(event.latency_ns);
             }
             let first = *self.first_ns.get_or_insert(event.time_ns);
-            let home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
+            let cgroup_info = self
+                .cgroup_resolver
+                .as_mut()
+                .map(|cgroup_resolver| cgroup_resolver.of(event.cgroup));
             let limited = path_in(&mut self.limited, event.limited);
             let stack = self.named(&event)?;
-            if self.exports.any()
+            if self.exports.is_enabled()
                 && let Some(stack) = &stack
             {
                 self.add(&event, stack);
@@ -119,7 +125,7 @@ impl<'a> Printer<'a> {
                     self.clock.local(event.time_ns),
                     (event.pid, event.tid),
                     &event.comm,
-                    home,
+                    cgroup_info,
                 ),
                 uid: event.uid,
                 kind: match event.kind {
@@ -140,7 +146,7 @@ impl<'a> Printer<'a> {
                 microseconds: event.time_ns.saturating_sub(first) / 1000,
                 columns: self.columns,
             };
-            row.measure(&mut self.metrics);
+            row.record_metrics(&mut self.metrics);
             self.output.row(&row)?;
         }
         self.stacks.renew()?;
@@ -186,22 +192,22 @@ impl<'a> Printer<'a> {
             self.output.row(&histogram::Named { name, buckets })?;
             self.output.flush()?;
         }
-        self.stacks.tell_losses("drsnoop");
+        self.stacks.report_losses("drsnoop");
         Ok(())
     }
 
     /// Writes all stacks into the files that are asked for.
     pub(crate) fn export(&mut self) {
-        if self.exports.any() {
-            let delay = Value {
+        if self.exports.is_enabled() {
+            let delay = ValueType {
                 kind: "delay",
                 unit: "nanoseconds",
-                counted: "ns",
+                count_name: "ns",
             };
-            let subject = Subject {
+            let subject = ProfileInfo {
                 name: "time in direct reclaim".to_owned(),
-                values: vec![Value::count("reclaim_stalls", "stalls"), delay],
-                main: 1,
+                values: vec![ValueType::count("reclaim_stalls", "stalls"), delay],
+                main_value: 1,
                 by_thread: true,
                 remarks: Vec::new(),
             };
@@ -223,7 +229,7 @@ impl<'a> Printer<'a> {
 }
 
 impl Row {
-    fn measure(&self, metrics: &mut Metrics) {
+    fn record_metrics(&self, metrics: &mut Metrics) {
         let kind = self.kind.name();
         metrics.observe(&STALLS, &[kind], self.latency_ns);
         metrics.add(&STALLED, &[&self.origin.comm, kind], self.latency_ns);

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use memtools::export::text::below_row;
 use memtools::print::gfp::Gfp;
 use memtools::print::output;
-use memtools::print::timeline::Moment;
+use memtools::print::timeline::TimelineEntry;
 use memtools::process::container;
 use memtools::process::origin::Origin;
 use memtools::stacks::named::NamedStack;
@@ -124,8 +124,8 @@ impl output::Row for Row {
         let milliseconds = self.latency_ns as f64 / 1e6;
         let pages = self.reclaimed_pages;
         write!(out, "{name:<14} {id:<6} ")?;
-        let home = origin.home.as_ref().filter(|_| columns.container);
-        write!(out, "{}", container::column(home))?;
+        let cgroup_info = origin.cgroup_info.as_ref().filter(|_| columns.container);
+        write!(out, "{}", container::column(cgroup_info))?;
         write!(out, "{milliseconds:>8.2} {pages:>5}")?;
         if columns.free {
             match self.free_kb {
@@ -139,7 +139,10 @@ impl output::Row for Row {
         if columns.extended {
             // "memcg" is the shorter of the two kinds.
             let width = if self.kind == Kind::Memcg { 7 } else { 6 };
-            let cgroup = origin.home.as_ref().and_then(|home| home.cgroup.as_deref());
+            let cgroup = origin
+                .cgroup_info
+                .as_ref()
+                .and_then(|cgroup_info| cgroup_info.cgroup.as_deref());
             let cgroup = cgroup.unwrap_or("-");
             write!(out, "{:>width$} {:<44} ", self.order, self.gfp_flags)?;
             match (columns.limited, &self.limited, self.limited_id) {
@@ -157,7 +160,7 @@ impl output::Row for Row {
         Ok(())
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         let name = format!("{} reclaim", self.kind.name());
         self.origin.moment(name, Some(self.latency_ns))
     }
@@ -166,7 +169,7 @@ impl output::Row for Row {
 #[cfg(test)]
 mod tests {
     use memtools::print::output::Row as _;
-    use memtools::process::container::Home;
+    use memtools::process::container::CgroupInfo;
     use memtools::stacks::named::{Frame, Part};
 
     use super::*;
@@ -178,7 +181,7 @@ mod tests {
                 pid: 17678,
                 tid: 17679,
                 comm: "a-very-long-name".into(),
-                home: Some(Home::at(Some("/db.service/worker".into()))),
+                cgroup_info: Some(CgroupInfo::at(Some("/db.service/worker".into()))),
             },
             uid: 1000,
             kind: Kind::Memcg,
@@ -233,7 +236,7 @@ mod tests {
         };
         let mut row = row(columns);
         row.free_kb = None;
-        row.origin.home = None;
+        row.origin.cgroup_info = None;
         assert_eq!(
             format!("{}\n{}", columns.header(), text(&row)),
             "COMM           PID     LAT(ms) PAGES  FREE(KB) KIND   ORDER GFP                                          CGROUP\n\

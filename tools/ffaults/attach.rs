@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use libbpf_rs::Link;
-use memtools::bpf::attach::{Means, Variant};
+use memtools::bpf::attach::{Feature, Variant};
 use memtools::bpf::{attach, map_create, software_event};
 use memtools::process::container;
 use memtools::process::filter::Filter;
@@ -21,19 +21,19 @@ const COUNTS_BY_PROCESS: u32 = 16384;
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
-    pub(crate) knows: Knows,
+    pub(crate) details: FaultDetails,
 }
 
 /// Details of a fault that a hook provides besides the mapping.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Knows {
+pub(crate) struct FaultDetails {
     /// Whether the fault was major.
     pub(crate) major: bool,
     /// Kind of the access.
     pub(crate) access: bool,
 }
 
-impl Knows {
+impl FaultDetails {
     /// Details that the function that handles a fault provides.
     const ALL: Self = Self {
         major: true,
@@ -47,12 +47,13 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
     let variants = [
         (
             Hook::Fexit,
-            Variant::new("fexit of handle_mm_fault", || fexit(args, filter)).needing(Means::Fentry),
+            Variant::new("fexit of handle_mm_fault", || fexit(args, filter))
+                .needing(Feature::Fentry),
         ),
         (
             Hook::Kprobe,
             Variant::new("kprobe of handle_mm_fault", || kprobe(args, filter))
-                .needing(Means::Kprobes),
+                .needing(Feature::Kprobes),
         ),
         (
             Hook::Event,
@@ -63,17 +64,20 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
         .into_iter()
         .filter(|(hook, _)| args.hook.is_none_or(|only| only == *hook))
         .map(|(_, variant)| variant);
-    attach::first_that_works(args.common.verbose, attach::exact_first(wanted.collect()))
+    attach::first_that_works(
+        args.common.verbose,
+        attach::fentry_last_if_preemptible(wanted.collect()),
+    )
 }
 
 /// Attaches one program to the return of the function that handles a fault, handle_mm_fault.
 fn fexit(args: &Args, filter: &Filter) -> Result<Attached> {
     let skel = load(args, filter, &["fault_fexit"])?;
-    let links = attach::all(&[&skel.progs.fault_fexit], "")?;
+    let links = attach::attach_all(&[&skel.progs.fault_fexit], "")?;
     Ok(Attached {
         skel,
         links,
-        knows: Knows::ALL,
+        details: FaultDetails::ALL,
     })
 }
 
@@ -91,18 +95,18 @@ fn kprobe(args: &Args, filter: &Filter) -> Result<Attached> {
         &programs.fault_kretprobe,
         &programs.fault_kprobe,
     ];
-    let links = attach::all(&programs, "")?;
+    let links = attach::attach_all(&programs, "")?;
     Ok(Attached {
         skel,
         links,
-        knows: Knows::ALL,
+        details: FaultDetails::ALL,
     })
 }
 
 /// Attaches programs to the kernel's page-fault counters. The counters of minor and of major faults count when a
 /// fault is done, the counter of all faults when it begins: mappings are less often being changed then.
 fn event(args: &Args, filter: &Filter) -> Result<Attached> {
-    let knows = Knows {
+    let knows = FaultDetails {
         major: args.r#type,
         access: false,
     };
@@ -123,7 +127,11 @@ fn event(args: &Args, filter: &Filter) -> Result<Attached> {
     for (program, event) in each {
         links.extend(software_event::attach(program, event)?);
     }
-    Ok(Attached { skel, links, knows })
+    Ok(Attached {
+        skel,
+        links,
+        details: knows,
+    })
 }
 
 /// Sets the options of the skeleton, and loads only these programs.
@@ -136,11 +144,11 @@ fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Loaded> {
     options.full_path = args.path.into();
     let maps = &mut open.maps;
     if !programs.contains(&"fault_kprobe") {
-        map_create::size(&mut maps.calls, 1)?;
+        map_create::set_capacity(&mut maps.calls, 1)?;
     }
     if args.by_process {
-        map_create::size(&mut maps.counts_a, COUNTS_BY_PROCESS)?;
-        map_create::size(&mut maps.counts_b, COUNTS_BY_PROCESS)?;
+        map_create::set_capacity(&mut maps.counts_a, COUNTS_BY_PROCESS)?;
+        map_create::set_capacity(&mut maps.counts_b, COUNTS_BY_PROCESS)?;
     }
     if !args.path {
         let names = maps.files.set_value_size(size_of::<name_record>() as u32);

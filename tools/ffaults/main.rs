@@ -15,7 +15,7 @@ use anyhow::Result;
 use libbpf_rs::skel::Skel;
 use memtools::bpf::attach::{capture_log, detach};
 use memtools::bpf::kernel_support;
-use memtools::process::filter::Tasks;
+use memtools::process::filter::TaskKind;
 use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
 use memtools::run::schedule::Reports;
@@ -36,9 +36,16 @@ fn run(args: Args) -> Result<ExitCode> {
     capture_log(args.common.verbose);
     let mut metrics = args.metrics.open("ffaults", &args.families())?;
     let (mut poller, mut output) = args.common.start("ffaults")?;
-    let mut target = Target::choose(&args.target, Tasks::Programs)?;
-    target::doubt_interval("ffaults", args.interval, &args.target.filter.pid);
-    let (how, Attached { skel, links, knows }) = attach::start(&args, target.filter())?;
+    let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
+    target::warn_if_interval_is_pid("ffaults", args.interval, &args.target.filter.pid);
+    let (
+        how,
+        Attached {
+            skel,
+            links,
+            details: knows,
+        },
+    ) = attach::start(&args, target.filter())?;
     eprintln!("ffaults: tracing page faults by {how}... Ctrl-C to end");
     target.release()?;
 
@@ -52,7 +59,7 @@ fn run(args: Args) -> Result<ExitCode> {
     })?;
     detach(links);
     report.print(&mut output, &mut metrics)?;
-    Losses::tell("ffaults", skel.object(), target.filter(), &mut output)?;
+    Losses::report("ffaults", skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;
     target.finish()

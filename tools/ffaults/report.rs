@@ -7,18 +7,18 @@ use std::ops::Range;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
-use memtools::bpf::map_cache::Recorded;
+use memtools::bpf::map_cache::EntryCache;
 use memtools::bpf::map_counts::Counts;
 use memtools::bpf::types;
 use memtools::export::metrics::{Family, Kind, Metrics};
 use memtools::print::clock::{self, Clock};
-use memtools::print::file_path::{self, Reach};
+use memtools::print::file_path::{self, PathExtent};
 use memtools::print::output::Output;
 use memtools::print::text;
-use memtools::process::container::Homes;
+use memtools::process::container::CgroupResolver;
 
 use crate::args::Args;
-use crate::attach::Knows;
+use crate::attach::FaultDetails;
 use crate::bpf::Loaded;
 use crate::bpf::types::{count, count_key, file_record, memory as Memory, name_record};
 use crate::row::{Columns, FileFaults};
@@ -61,19 +61,19 @@ pub(crate) struct Count {
 /// Reader of the counts, which prints what has been added since the last report.
 pub(crate) struct Report<'a> {
     counts: Counts<'a, MapMut<'static>, count_key, count>,
-    homes: Option<Homes<'a>>,
-    names: Recorded<'a, MapMut<'static>, String>,
-    knows: Knows,
+    cgroup_resolver: Option<CgroupResolver<'a>>,
+    names: EntryCache<'a, MapMut<'static>, String>,
+    knows: FaultDetails,
     args: &'a Args,
 }
 
 impl<'a> Report<'a> {
-    pub(crate) fn new(args: &'a Args, skel: &'a Loaded, knows: Knows) -> Self {
+    pub(crate) fn new(args: &'a Args, skel: &'a Loaded, knows: FaultDetails) -> Self {
         let maps = &skel.maps;
         Self {
             counts: Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b),
-            homes: Homes::if_wanted(args.wants_cgroups(), &maps.cgroup_paths),
-            names: Recorded::new(&maps.files),
+            cgroup_resolver: CgroupResolver::if_wanted(args.wants_cgroups(), &maps.cgroup_paths),
+            names: EntryCache::new(&maps.files),
             knows,
             args,
         }
@@ -107,7 +107,10 @@ impl<'a> Report<'a> {
         output.header(&columns.header())?;
         for (key, count) in rows.into_iter().skip(skip) {
             let mut row = FileFaults::new(key, count, &time, self.knows, columns);
-            row.home = self.homes.as_mut().map(|homes| homes.of(count.cgroup));
+            row.cgroup_info = self
+                .cgroup_resolver
+                .as_mut()
+                .map(|cgroup_resolver| cgroup_resolver.of(count.cgroup));
             output.row(&row)?;
         }
         if self.args.interval.is_some() {
@@ -176,9 +179,9 @@ fn name_of(record: &[u8], path: bool) -> Result<Option<String>> {
     }
     // Values of file_path() in bpf/include/file.bpf.h.
     let reach = match complete {
-        1 => Reach::Root,
-        2 => Reach::NoFolder,
-        _ => Reach::Cut,
+        1 => PathExtent::Complete,
+        2 => PathExtent::Unlinked,
+        _ => PathExtent::Truncated,
     };
     Ok(Some(file_path::path(names, reach)))
 }

@@ -6,11 +6,11 @@ use std::io::{self, Write};
 use jiff::Zoned;
 use memtools::print::clock;
 use memtools::print::output::Row;
-use memtools::print::timeline::{Count as Counted, Moment, Unit};
-use memtools::process::container::{self, Home};
+use memtools::print::timeline::{Count as Counted, TimelineEntry, Unit};
+use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 
-use crate::attach::Knows;
+use crate::attach::FaultDetails;
 use crate::report::{Count, Key};
 
 /// Optional columns, and the width of the column FILE.
@@ -56,7 +56,7 @@ pub(crate) struct FileFaults<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     comm: Option<String>,
     #[serde(flatten)]
-    pub(crate) home: Option<Home>,
+    pub(crate) cgroup_info: Option<CgroupInfo>,
     faults: u64,
     /// Minor faults. Like the counts below, None if the hook does not provide the detail.
     minor: Option<u64>,
@@ -72,7 +72,7 @@ impl<'a> FileFaults<'a> {
         key: Key,
         count: Count,
         time: &'a Zoned,
-        knows: Knows,
+        knows: FaultDetails,
         columns: Columns,
     ) -> Self {
         Self {
@@ -80,7 +80,7 @@ impl<'a> FileFaults<'a> {
             file: key.file,
             pid: columns.by_process.then_some(key.pid),
             comm: columns.by_process.then_some(key.comm),
-            home: None,
+            cgroup_info: None,
             faults: count.faults,
             minor: knows.major.then(|| count.faults - count.major),
             major: knows.major.then_some(count.major),
@@ -94,8 +94,12 @@ impl<'a> FileFaults<'a> {
 impl Row for FileFaults<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         if let (Some(pid), Some(comm)) = (self.pid, &self.comm) {
-            let home = self.home.as_ref().filter(|_| self.columns.container);
-            write!(out, "{pid:<7} {comm:<16} {}", container::column(home))?;
+            let cgroup_info = self.cgroup_info.as_ref().filter(|_| self.columns.container);
+            write!(
+                out,
+                "{pid:<7} {comm:<16} {}",
+                container::column(cgroup_info)
+            )?;
         }
         write!(
             out,
@@ -111,14 +115,14 @@ impl Row for FileFaults<'_> {
         writeln!(out)
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         let name = format!("faults on {}", self.file);
-        Moment::Counts(vec![Counted {
+        TimelineEntry::Counts(vec![Counted {
             name: name.into(),
             unit: Unit::Count,
             process: self.pid.zip(self.comm.as_deref()),
             time: self.time,
-            more: self.faults,
+            increase: self.faults,
         }])
     }
 }
@@ -145,7 +149,7 @@ mod tests {
             major: 5,
             ..Count::default()
         };
-        let knows = Knows {
+        let knows = FaultDetails {
             major: true,
             access: false,
         };

@@ -71,7 +71,7 @@ impl Args {
         }
     }
 
-    pub(crate) fn what(&self) -> &'static str {
+    pub(crate) fn traced_events(&self) -> &'static str {
         match (self.thp, self.madvise) {
             (true, _) => "transparent huge page faults",
             (_, true) => "madvise(MADV_HUGEPAGE)",

@@ -6,7 +6,7 @@ use std::fs;
 use anyhow::Result;
 use libbpf_rs::Link;
 use libbpf_rs::skel::Skel;
-use memtools::bpf::attach::{self, Means, Variant};
+use memtools::bpf::attach::{self, Feature, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::bpf::software_event;
@@ -41,12 +41,15 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
     }
     if args.thp {
         let sizes = kernel_support::btf_has_name("folio_add_new_anon_rmap") && has_small_thp();
-        let shared = kernel_support::name_here(&THP_OF_SHARED_MEMORY);
+        let shared = kernel_support::first_name_in_btf(&THP_OF_SHARED_MEMORY);
         let variants = THP_FORMS.map(|form| {
             let start = move || load(args, filter, &form.programs(sizes, shared));
             Variant::new(form.name, start).needing(form.means)
         });
-        return attach::first_that_works(args.common.verbose, attach::exact_first(variants.into()));
+        return attach::first_that_works(
+            args.common.verbose,
+            attach::fentry_last_if_preemptible(variants.into()),
+        );
     }
     let by_function = |kind: &'static str| {
         Variant::new(kind, move || {
@@ -60,9 +63,9 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
         attached.links = software_event::attach(program, Software::PAGE_FAULTS)?;
         Ok(attached)
     });
-    let mut variants = attach::exact_first(vec![
-        by_function("fentry").needing(Means::Fentry),
-        by_function("kprobe").needing(Means::Kprobes),
+    let mut variants = attach::fentry_last_if_preemptible(vec![
+        by_function("fentry").needing(Feature::Fentry),
+        by_function("kprobe").needing(Feature::Kprobes),
     ]);
     // The event comes last, as it provides no reasons.
     variants.push(by_event);
@@ -73,7 +76,7 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
 #[derive(Debug, Clone, Copy)]
 struct ThpForm {
     name: &'static str,
-    means: Means,
+    means: Feature,
     always: &'static [&'static str],
     /// Suffixes of the names of programs on a function's entry, and on its return.
     entry: &'static str,
@@ -83,14 +86,14 @@ struct ThpForm {
 const THP_FORMS: [ThpForm; 2] = [
     ThpForm {
         name: "fexit",
-        means: Means::Fentry,
+        means: Feature::Fentry,
         always: &["thp_fexit"],
         entry: "fentry",
         exit: "fexit",
     },
     ThpForm {
         name: "kretprobe",
-        means: Means::Kprobes,
+        means: Feature::Kprobes,
         always: &["thread_exit", "thp_kretprobe", "thp_kprobe"],
         entry: "kprobe",
         exit: "kretprobe",
@@ -151,8 +154,8 @@ const WRITES: [&str; 2] = ["hugetlb_wp", "hugetlb_cow"];
 
 /// Returns the functions that distinguish the reasons of faults, if this kernel has both.
 fn reason_functions() -> Option<[&'static str; 2]> {
-    let allocates = kernel_support::name_here(&ALLOCATES)?;
-    let writes = kernel_support::name_here(&WRITES)?;
+    let allocates = kernel_support::first_name_in_btf(&ALLOCATES)?;
+    let writes = kernel_support::first_name_in_btf(&WRITES)?;
     Some([allocates, writes])
 }
 
@@ -162,7 +165,7 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
     let mut open = bpf::prepare(filter)?;
     let by_reason = programs.contains(&"thread_exit");
     if !by_reason {
-        map_create::size(&mut open.maps.faults, 1)?;
+        map_create::set_capacity(&mut open.maps.faults, 1)?;
     }
     let wanted = args.containers.wanted(args.common.json);
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
@@ -186,7 +189,7 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
         .copied()
         .filter(|program| *program != EVENT)
         .collect();
-    let links = attach::by_name(skel.object_mut(), &by_name)?;
+    let links = attach::attach_by_name(skel.object_mut(), &by_name)?;
     Ok(Attached { skel, links })
 }
 

@@ -18,8 +18,8 @@ use memtools::bpf::map_counts::Counts;
 use memtools::export::metrics::{Family, Kind, Metrics};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
-use memtools::process::container::Homes;
-use memtools::process::filter::Tasks;
+use memtools::process::container::CgroupResolver;
+use memtools::process::filter::TaskKind;
 use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
 use memtools::run::schedule::Reports;
@@ -55,18 +55,28 @@ fn run(args: Args) -> Result<ExitCode> {
     let family = if args.madvise { &MADVISE } else { &FAULTS };
     let mut metrics = args.metrics.open("hfaults", &[family])?;
     let (mut poller, mut output) = args.common.start("hfaults")?;
-    let mut target = Target::choose(&args.target, Tasks::Programs)?;
-    target::doubt_interval("hfaults", args.interval, &args.target.filter.pid);
+    let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
+    target::warn_if_interval_is_pid("hfaults", args.interval, &args.target.filter.pid);
     let (how, Attached { skel, links }) = attach::start(&args, target.filter())?;
     let maps = &skel.maps;
     let mut counts = Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b);
     let with_cgroups = args.containers.wanted(args.common.json);
-    let mut homes = Homes::if_wanted(with_cgroups, &maps.cgroup_paths);
+    let mut cgroup_resolver = CgroupResolver::if_wanted(with_cgroups, &maps.cgroup_paths);
     let clock = Clock::new();
     let mut print = |output: &mut Output, metrics: &mut Metrics| {
-        print(&mut counts, &mut homes, &args, &clock, output, metrics)
+        print(
+            &mut counts,
+            &mut cgroup_resolver,
+            &args,
+            &clock,
+            output,
+            metrics,
+        )
     };
-    eprintln!("hfaults: tracing {} ({how})... Ctrl-C to end", args.what());
+    eprintln!(
+        "hfaults: tracing {} ({how})... Ctrl-C to end",
+        args.traced_events()
+    );
     target.release()?;
 
     target.watch_exit(&mut poller);
@@ -78,7 +88,7 @@ fn run(args: Args) -> Result<ExitCode> {
     })?;
     detach(links);
     print(&mut output, &mut metrics)?;
-    Losses::tell("hfaults", skel.object(), target.filter(), &mut output)?;
+    Losses::report("hfaults", skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;
     target.finish()
@@ -87,7 +97,7 @@ fn run(args: Args) -> Result<ExitCode> {
 /// Prints the counts that were added since the last report.
 fn print<M: MapCore>(
     counts: &mut Counts<'_, M, fault_key, u64>,
-    homes: &mut Option<Homes<'_>>,
+    cgroup_resolver: &mut Option<CgroupResolver<'_>>,
     args: &Args,
     clock: &Clock,
     output: &mut Output,
@@ -100,8 +110,10 @@ fn print<M: MapCore>(
     let mut counts = counts.take()?;
     counts.sort_by_key(|(_, count)| *count);
     for (key, count) in counts {
-        let home = homes.as_mut().map(|homes| homes.of(key.cgroup));
-        let row = Row::new(&key, home, count, &time, args);
+        let cgroup_info = cgroup_resolver
+            .as_mut()
+            .map(|cgroup_resolver| cgroup_resolver.of(key.cgroup));
+        let row = Row::new(&key, cgroup_info, count, &time, args);
         if args.madvise {
             metrics.add(&MADVISE, &[&row.comm], count);
         } else {

@@ -7,9 +7,9 @@ use memtools::print::output;
 use memtools::print::text;
 use memtools::print::{
     clock,
-    timeline::{Count, Moment, Unit},
+    timeline::{Count, TimelineEntry, Unit},
 };
-use memtools::process::container::Home;
+use memtools::process::container::CgroupInfo;
 use serde::Serialize;
 
 use crate::args::Args;
@@ -24,7 +24,7 @@ pub(crate) struct Row<'a> {
     pid: u32,
     pub(crate) comm: String,
     #[serde(flatten)]
-    home: Option<Home>,
+    cgroup_info: Option<CgroupInfo>,
     /// Size of the pages. None if it was not asked for, or is unknown.
     page_bytes: Option<u64>,
     pub(crate) reason: Option<&'static str>,
@@ -39,7 +39,7 @@ pub(crate) struct Row<'a> {
 impl<'a> Row<'a> {
     pub(crate) fn new(
         key: &fault_key,
-        home: Option<Home>,
+        cgroup_info: Option<CgroupInfo>,
         count: u64,
         time: &'a Zoned,
         args: &Args,
@@ -48,7 +48,7 @@ impl<'a> Row<'a> {
             time,
             pid: key.pid,
             comm: text::from_c(&key.comm),
-            home,
+            cgroup_info,
             page_bytes: (key.page_shift != 0).then(|| 1 << key.page_shift),
             reason: match key.reason {
                 Reason::REASON_NO_PAGE => Some("no page"),
@@ -71,8 +71,8 @@ impl output::Row for Row<'_> {
     /// Writes `@[pid, comm]: N`, as bpftrace prints a map, and as the book's tool does.
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         write!(out, "@[{}, {}", self.pid, self.comm)?;
-        if let Some(home) = &self.home {
-            write!(out, ", {}", home.name())?;
+        if let Some(cgroup_info) = &self.cgroup_info {
+            write!(out, ", {}", cgroup_info.name())?;
         }
         match self.page_bytes {
             Some(bytes) if bytes >= 1 << 30 => write!(out, ", {}GB", bytes >> 30)?,
@@ -89,17 +89,17 @@ impl output::Row for Row<'_> {
         writeln!(out, "]: {}", self.count)
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         let name = match self.reason {
             Some(reason) => format!("{}, {reason}", self.subject),
             None => self.subject.to_owned(),
         };
-        Moment::Counts(vec![Count {
+        TimelineEntry::Counts(vec![Count {
             name: name.into(),
             unit: Unit::Count,
             process: Some((self.pid, &self.comm)),
             time: self.time,
-            more: self.count,
+            increase: self.count,
         }])
     }
 }

@@ -14,7 +14,7 @@ use memtools::process::filter::{FilterArgs, cgroup_path};
 use memtools::run::cli::{self, UsageError};
 use memtools::run::complete;
 use memtools::run::poll::Poller;
-use memtools::run::skeleton::StackRoom;
+use memtools::run::skeleton::StackCapacity;
 use memtools::run::target::TargetArgs;
 use memtools::serve::address::ServeArgs;
 use memtools::stacks::table;
@@ -24,7 +24,7 @@ use crate::difference::DifferenceArgs;
 use crate::growth::args::GrowthArgs;
 use crate::heap::args::HeapArgs;
 use crate::kernel::args::KernelArgs;
-use crate::processes::pool::{Allocates, Frees, Named};
+use crate::processes::pool::{AllocSpec, FreeSpec, FunctionSpec};
 use crate::sums::View;
 use crate::verdict::args::VerdictArgs;
 
@@ -157,11 +157,11 @@ pub(crate) struct Args {
     /// Also probe this function of a pool of the program's own, as `server:pool_get(size=arg1)`; or
     /// `size=arg3,count=arg2`; `old=arg1` if it resizes; `ret=arg1` if it stores the block there
     #[arg(help_heading = RECORD, long, value_name = "OBJECT:SYMBOL(size=argN,...)")]
-    pub(crate) alloc: Vec<Allocates>,
+    pub(crate) alloc: Vec<AllocSpec>,
 
     /// Also probe this function that takes a block back, as `server:pool_put(ptr=arg1)`
     #[arg(help_heading = RECORD, long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
-    pub(crate) free: Vec<Frees>,
+    pub(crate) free: Vec<FreeSpec>,
 
     /// Also probe CPython's allocator of small objects (pymalloc), so that each object is a block
     #[arg(help_heading = RECORD, long)]
@@ -288,9 +288,9 @@ impl Args {
     }
 
     /// Returns the initial capacity of the stack table.
-    pub(crate) fn stack_room(&self) -> StackRoom {
+    pub(crate) fn stack_room(&self) -> StackCapacity {
         let first = || self.max_stacks().min(table::first_entries());
-        StackRoom {
+        StackCapacity {
             first_entries: Some(self.stack_storage_size.unwrap_or_else(first)),
             depth: self.perf_max_stack_depth,
         }
@@ -392,7 +392,7 @@ impl Args {
 
     /// Whether anything is made of reports that always has source lines, such as a profile.
     pub(crate) fn makes_profiles(&self) -> bool {
-        self.export.any() || self.difference.diff.is_some() || self.serve.serve.is_some()
+        self.export.is_enabled() || self.difference.diff.is_some() || self.serve.serve.is_some()
     }
 
     /// Starts the tool: see [`cli::start`].
@@ -424,9 +424,9 @@ impl Args {
     }
 
     /// Returns the functions that --alloc and --free name.
-    pub(crate) fn named(&self) -> impl Iterator<Item = &Named> {
-        let allocate = self.alloc.iter().map(|Allocates(named)| named);
-        allocate.chain(self.free.iter().map(|Frees(named)| named))
+    pub(crate) fn named(&self) -> impl Iterator<Item = &FunctionSpec> {
+        let allocate = self.alloc.iter().map(|AllocSpec(named)| named);
+        allocate.chain(self.free.iter().map(|FreeSpec(named)| named))
     }
 
     /// Returns the CLOCK_MONOTONIC time after which a block is too young for a report at `now_ns`. If `all` blocks are

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use jiff::Zoned;
-use memtools::export::earlier::{Change, Earlier};
 use memtools::export::profile::Profile;
+use memtools::export::saved_profile::{Change, SavedProfile};
 use memtools::print::clock;
 use memtools::print::output::{Output, Row};
 use memtools::run::cli;
@@ -55,7 +55,7 @@ fn fail_on(text: &str) -> Result<FailOn, String> {
 
 /// The profile that reports are compared with.
 pub(crate) struct Difference {
-    earlier: Earlier,
+    earlier: SavedProfile,
     /// Bytes of growth that are permitted.
     permitted: Option<u64>,
     /// Bytes that the last report has more than the earlier profile.
@@ -71,7 +71,7 @@ impl Difference {
         let Some(path) = &args.difference.diff else {
             return Ok(None);
         };
-        let earlier = Earlier::read(path)?;
+        let earlier = SavedProfile::read(path)?;
         earlier.expect(&sums::subject(view, args).values)?;
         Ok(Some(Self {
             earlier,
@@ -93,7 +93,7 @@ impl Difference {
         let changes = self.earlier.changes(report)?;
         let changes = changes
             .iter()
-            .map(|change| Changed::of(change, report.main));
+            .map(|change| Changed::of(change, report.main_value));
         let (changed, same): (Vec<_>, Vec<_>) = changes.partition(Changed::is_any);
         let all = changed.iter().chain(&same);
         let sums = all.fold(Numbers::default(), |sums, change| sums.plus(change.numbers));

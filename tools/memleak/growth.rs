@@ -20,7 +20,7 @@ use anyhow::{Result, bail};
 use memtools::heap::capture::Request;
 use memtools::heap::growth::follow::Follower;
 use memtools::heap::growth::judge::{self, Judgement, Point};
-use memtools::process::container::Home;
+use memtools::process::container::CgroupInfo;
 use memtools::process::proc::Process;
 use memtools::run::poll::Poller;
 use memtools::run::privileges;
@@ -29,12 +29,12 @@ use crate::args::Args;
 use crate::rows::ProcessName;
 use crate::verdict;
 use children::Children;
-use look::{BlockPlace, Look};
+use look::{BlockId, HeapSnapshot};
 use report::{GrowthRow, TypeRow};
 use schedule::Schedule;
 
 /// Minimum number of points for a slope.
-const LEAST_POINTS: usize = 3;
+const MIN_POINTS: usize = 3;
 
 /// Watches the process for `period`, and prints how it has grown.
 ///
@@ -43,7 +43,7 @@ const LEAST_POINTS: usize = 3;
 pub(crate) fn run(args: &Args, period: Duration) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (mut poller, mut output) = args.start()?;
-    privileges::keep_what_tracing_takes(args.heap.capabilities())?;
+    privileges::drop_unneeded(args.heap.capabilities())?;
     poller.watch_exit(&process);
     let request = args.heap.request(&process, None);
     let mut study = Study::begin(&request, args)?;
@@ -84,14 +84,14 @@ struct Study<'a> {
     /// Number of images that could not be taken, or whose heap made no sense.
     left_out: u64,
     children: Children,
-    found: Found,
+    found: LastReferences,
 }
 
 /// References to blocks, as found in the last images.
 #[derive(Debug, Default)]
-struct Found {
+struct LastReferences {
     /// Blocks that nothing refers to. None if they are not known.
-    lost: Option<HashSet<BlockPlace>>,
+    lost: Option<HashSet<BlockId>>,
     /// Holders of the groups that grow, by the groups' numbers.
     holders: HashMap<u32, String>,
 }
@@ -100,9 +100,9 @@ impl<'a> Study<'a> {
     /// Takes the first image.
     fn begin(request: &'a Request<'a>, args: &Args) -> Result<Self> {
         let process = request.process;
-        let home = Home::of_process(process.pid());
+        let cgroup_info = CgroupInfo::of_process(process.pid());
         let (begin, program) = (Instant::now(), program(process));
-        let Some(look) = Look::take(request)? else {
+        let Some(look) = HeapSnapshot::take(request)? else {
             bail!(
                 "the heap of process {} makes no sense in any of 3 images; --heap tells where",
                 process.pid()
@@ -114,7 +114,7 @@ impl<'a> Study<'a> {
             begin,
             begin_ns: look.image.copied_ns,
             program,
-            name: ProcessName::of_image(&look.image, home, args),
+            name: ProcessName::of_image(&look.image, cgroup_info, args),
             allocator: allocator.map_or(String::new(), |allocator| allocator.name.clone()),
             took: (Duration::ZERO, look.image.paused),
             pauses_us: Vec::new(),
@@ -122,7 +122,7 @@ impl<'a> Study<'a> {
             points: Vec::new(),
             left_out: 0,
             children: Children::of(process.pid()),
-            found: Found::default(),
+            found: LastReferences::default(),
         };
         study.add(&look);
         study.took.0 = study.begin.elapsed();
@@ -166,7 +166,7 @@ impl<'a> Study<'a> {
     /// Waits until `until`, and meanwhile looks for processes that this process starts.
     fn wait(&mut self, until: Instant, poller: &mut Poller) -> Result<Waited> {
         loop {
-            let wake = poller.wait(Some(until.min(self.children.next())))?;
+            let wake = poller.wait(Some(until.min(self.children.next_poll())))?;
             if wake.exited {
                 return Ok(Waited::Exited);
             }
@@ -181,7 +181,7 @@ impl<'a> Study<'a> {
     }
 
     /// Takes an image, and adds its point. Returns None if the image is left out.
-    fn look(&mut self) -> Result<Option<Look>> {
+    fn look(&mut self) -> Result<Option<HeapSnapshot>> {
         let look = self.take_or_tell()?;
         let pid = self.request.process.pid();
         if program(self.request.process) != self.program {
@@ -197,8 +197,8 @@ impl<'a> Study<'a> {
 
     /// Takes an image. A failure is only printed, since the images before are of use, too. It is an error if the
     /// process has exited.
-    fn take_or_tell(&self) -> Result<Option<Look>> {
-        match Look::take(self.request) {
+    fn take_or_tell(&self) -> Result<Option<HeapSnapshot>> {
+        match HeapSnapshot::take(self.request) {
             Err(error) if !self.request.process.exited() => {
                 eprintln!("memleak: an image is left out: {error:#}");
                 Ok(None)
@@ -207,7 +207,7 @@ impl<'a> Study<'a> {
         }
     }
 
-    fn add(&mut self, look: &Look) {
+    fn add(&mut self, look: &HeapSnapshot) {
         let ns = look.image.copied_ns.saturating_sub(self.begin_ns);
         self.points.push(look.point(ns as f64 / 1e9));
         self.pauses_us.push(look.image.paused.as_micros() as u64);
@@ -234,7 +234,7 @@ impl<'a> Study<'a> {
     }
 
     /// Returns those of the blocks that are lost in one more image, too. Returns None if that is not known.
-    fn still_lost(&mut self, lost: &HashSet<BlockPlace>) -> Result<Option<HashSet<BlockPlace>>> {
+    fn still_lost(&mut self, lost: &HashSet<BlockId>) -> Result<Option<HashSet<BlockId>>> {
         thread::sleep(verdict::BETWEEN);
         let Some(again) = self.take_or_tell()? else {
             return Ok(None);
@@ -264,14 +264,14 @@ impl<'a> Study<'a> {
     fn rows(&self, top: usize) -> Result<(GrowthRow, Vec<TypeRow>)> {
         let pid = self.request.process.pid();
         let points = self.points.len();
-        if points < LEAST_POINTS {
+        if points < MIN_POINTS {
             let why = if self.request.process.exited() {
                 format!("process {pid} has exited")
             } else {
                 "it was ended early, or others were left out".into()
             };
             bail!(
-                "{points} images tell no growth, which takes {LEAST_POINTS}: {why}; watch for longer"
+                "{points} images tell no growth, which takes {MIN_POINTS}: {why}; watch for longer"
             );
         }
         Ok(report::rows(self, top))

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use memtools::heap::walk::Walked;
-use memtools::process::container::Home;
+use memtools::process::container::CgroupInfo;
 use memtools::process::proc::Process;
 use memtools::process::smaps;
 use memtools::run::privileges;
@@ -31,12 +31,12 @@ use report::HeapRow;
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (_poller, mut output) = args.start()?;
-    privileges::keep_what_tracing_takes(args.heap.capabilities())?;
+    privileges::drop_unneeded(args.heap.capabilities())?;
     let request = args.heap.request(&process, None);
-    let home = Home::of_process(process.pid());
+    let cgroup_info = CgroupInfo::of_process(process.pid());
     let walked = Walked::take(&request, "memleak")?;
-    let named = ProcessName::of_image(&walked.image, home, args);
-    if let Some(nonsense) = walked.nonsense() {
+    let named = ProcessName::of_image(&walked.image, cgroup_info, args);
+    if let Some(nonsense) = walked.inconsistency() {
         bail!("{nonsense}");
     }
     if args.heap.heap {

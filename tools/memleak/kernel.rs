@@ -22,7 +22,7 @@ use memtools::bpf::ring::Events;
 use memtools::bpf::types;
 use memtools::print::output::Output;
 use memtools::print::text;
-use memtools::process::filter::Tasks;
+use memtools::process::filter::TaskKind;
 use memtools::run::cli::UsageError;
 use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Wake;
@@ -40,9 +40,9 @@ use crate::args::Args;
 use crate::difference::Difference;
 use crate::reporter::Reporter;
 use crate::rows::{Group, Groups};
-use crate::serve::{self, Frees};
-use crate::source::{Found, Heading, Next, Source};
-use crate::sums::{self, Allocation, Entry, Path, Totals, View};
+use crate::serve::{self, UnmatchedFrees};
+use crate::source::{Flow, HeadContext, ReportData, Source};
+use crate::sums::{self, Allocation, Entry, StackKey, Totals, View};
 
 memtools::skeleton!("memleak_kernel", MemleakKernelSkelBuilder, stacks: kernel, plain: [block, cache, program_pair, total]);
 
@@ -53,8 +53,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let difference = Difference::of(args, View::Outstanding)?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
-    privileges::keep_what_tracing_takes(&[])?;
-    let filter = args::filter(args).resolve(None, Tasks::All)?;
+    privileges::drop_unneeded(&[])?;
+    let filter = args::filter(args).resolve(None, TaskKind::All)?;
     check_cache(args.kernel.cache.as_deref())?;
     let slabinfo = args.kernel.by_cache.then(Slabinfo::read);
     eprintln!("Attaching to kernel allocators, Ctrl+C to quit.");
@@ -73,14 +73,14 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     };
     let mut reporter = Reporter::new(kernel, args, output, exports, difference);
 
-    poller.watch_room(&room_requests);
+    poller.watch_table_requests(&room_requests);
     if let Some(server) = &server {
         poller.watch_clients(server);
     }
     reporter.run(&mut poller, server.as_ref())?;
 
     drop(server);
-    losses::tell_own_events("memleak", attached.skel.object(), &mut reporter.output)?;
+    losses::report_own_events("memleak", attached.skel.object(), &mut reporter.output)?;
     let status = reporter.finish(None, 0);
     attach::detach(attached.links);
     status
@@ -115,15 +115,15 @@ fn check_cache(cache: Option<&str>) -> Result<()> {
 }
 
 impl Source for Kernel<'_> {
-    fn follow(&mut self, wake: &Wake, _: &mut Output) -> Result<Next> {
-        if wake.room {
+    fn handle_events(&mut self, wake: &Wake, _: &mut Output) -> Result<Flow> {
+        if wake.table_full {
             self.room_requests.drain()?;
             self.renew_stacks()?;
         }
-        Ok(Next::GoOn)
+        Ok(Flow::Continue)
     }
 
-    fn find(&mut self, now_ns: u64, _: bool) -> Result<Found> {
+    fn snapshot(&mut self, now_ns: u64, _: bool) -> Result<ReportData> {
         let (mut totals, mut allocations) = if self.args.combined_only {
             (self.totals()?, Vec::new())
         } else {
@@ -132,14 +132,14 @@ impl Source for Kernel<'_> {
         if !self.args.kernel.by_cache {
             sums::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
         }
-        Ok(Found {
+        Ok(ReportData {
             totals,
             allocations,
-            ..Found::default()
+            ..ReportData::default()
         })
     }
 
-    fn named(&mut self, path: Path) -> Result<NamedStack> {
+    fn symbolize(&mut self, path: StackKey) -> Result<NamedStack> {
         let ids = StackIds {
             comm: "kernel",
             kernel: Some(path.stack),
@@ -148,7 +148,7 @@ impl Source for Kernel<'_> {
         NamedStack::read(&ids, &mut self.stacks, &mut self.names)
     }
 
-    fn stack(&mut self, path: Path) -> Result<Option<Rc<Stack>>> {
+    fn stack(&mut self, path: StackKey) -> Result<Option<Rc<Stack>>> {
         self.stacks.get(path.stack)
     }
 
@@ -160,14 +160,14 @@ impl Source for Kernel<'_> {
         }
     }
 
-    fn heading(&mut self) -> Heading {
-        Heading {
+    fn heading(&mut self) -> HeadContext {
+        HeadContext {
             tells_requested: true,
-            frees: Frees {
+            frees: UnmatchedFrees {
                 unseen: self.attached.unseen_frees(),
-                ..Frees::default()
+                ..UnmatchedFrees::default()
             },
-            ..Heading::default()
+            ..HeadContext::default()
         }
     }
 
@@ -176,7 +176,7 @@ impl Source for Kernel<'_> {
             return self.print_caches(&groups, output);
         }
         for entry in groups {
-            let stack = self.named(entry.path)?;
+            let stack = self.symbolize(entry.path)?;
             let mut group = Group::new(&entry, stack, self.args);
             group.amount.requested_bytes = Some(entry.total.requested_bytes);
             output.row(&group)?;
@@ -185,10 +185,10 @@ impl Source for Kernel<'_> {
     }
 
     fn losses(&self) -> Result<Losses> {
-        Ok(self.attached.losses()?.and_stacks(self.stacks.lost()))
+        Ok(self.attached.losses()?.add_lost_stacks(self.stacks.lost()))
     }
 
-    fn tell_remedies(&self, losses: &Losses) {
+    fn print_remedies(&self, losses: &Losses) {
         if losses.entries > 0 {
             eprintln!("memleak: blocks have room for more with a larger --max-allocs");
         }
@@ -256,11 +256,11 @@ impl Kernel<'_> {
         self.stacks.renew()?;
         let maps = &self.attached.skel.maps;
         let mut referred_to = HashSet::new();
-        map_batch::read(&maps.blocks, |_, value| {
+        map_batch::for_each(&maps.blocks, |_, value| {
             referred_to.insert(types::view::<block>(value)?.stack);
             Ok(())
         })?;
-        map_batch::read(&maps.totals, |key, _| {
+        map_batch::for_each(&maps.totals, |key, _| {
             referred_to.insert(*types::view::<u64>(key)?);
             Ok(())
         })?;
@@ -270,9 +270,9 @@ impl Kernel<'_> {
     }
 
     /// Returns the path that a block is added up by. With --by-cache, the slab cache takes the place of the stack.
-    fn path(&self, block: &block) -> Path {
+    fn path(&self, block: &block) -> StackKey {
         let by_cache = self.args.kernel.by_cache;
-        Path {
+        StackKey {
             pid: 0,
             stack: if by_cache { block.cache } else { block.stack },
         }
@@ -282,7 +282,7 @@ impl Kernel<'_> {
     fn outstanding(&self, now_ns: u64) -> Result<(Totals, Vec<Allocation>)> {
         let born_before = self.args.born_before(now_ns, false);
         let (mut totals, mut allocations) = (Totals::new(), Vec::new());
-        map_batch::read(&self.attached.skel.maps.blocks, |key, value| {
+        map_batch::for_each(&self.attached.skel.maps.blocks, |key, value| {
             let block: &block = types::view(value)?;
             if block.time_ns > born_before {
                 return Ok(());
@@ -310,10 +310,10 @@ impl Kernel<'_> {
     /// Returns the totals that were kept in the kernel.
     fn totals(&self) -> Result<Totals> {
         let mut totals = Totals::new();
-        map_batch::read(&self.attached.skel.maps.totals, |key, value| {
+        map_batch::for_each(&self.attached.skel.maps.totals, |key, value| {
             let stack = *types::view(key)?;
             let value: &total = types::view(value)?;
-            let total = totals.entry(Path { pid: 0, stack }).or_default();
+            let total = totals.entry(StackKey { pid: 0, stack }).or_default();
             total.bytes = value.allocated;
             total.allocations = value.count;
             total.requested_bytes = value.requested;

@@ -42,7 +42,7 @@ use memtools::bpf::types;
 use memtools::print::clock::Clock;
 use memtools::print::output::Output;
 use memtools::process::command::HeldCommand;
-use memtools::process::container::Homes;
+use memtools::process::container::CgroupResolver;
 use memtools::process::proc::Process;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Wake;
@@ -53,7 +53,7 @@ use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{Stack, Stacks};
 
 use self::bpf::types::{event, event_kind as Kind, total_key};
-use self::ended::{Ended, Ends};
+use self::ended::{AddressSpaceEnds, ExitedTotals};
 use self::live::LiveBlocks;
 use self::names::Names;
 use self::probes::Attached;
@@ -66,10 +66,10 @@ use crate::difference::Difference;
 use crate::reporter::Reporter;
 use crate::rows::{Group, ProcessName, UnknownFrees};
 use crate::sampling::Sampling;
-use crate::serve::{self, Frees};
-use crate::source::{Found, Heading, Next, Source};
-use crate::sums::{self, Allocation, Entry, Path, Totals};
-use crate::verdict::traced::{self, Wanted};
+use crate::serve::{self, UnmatchedFrees};
+use crate::source::{Flow, HeadContext, ReportData, Source};
+use crate::sums::{self, Allocation, Entry, StackKey, Totals};
+use crate::verdict::traced::{self, VerdictInputs};
 
 memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, peak, thread, total, total_key]);
 
@@ -77,14 +77,14 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_uprobes()?;
     attach::capture_log(args.verbose);
-    let mut wanted = Wanted::read(args)?;
+    let mut wanted = VerdictInputs::read(args)?;
     let exports = args.exports()?;
     let difference = Difference::of(args, args.view())?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
     // With a command, no thread is started here: no other thread may hold a lock when the command is forked.
     if args.command.is_none() {
-        bpf::begin();
+        bpf::prefetch_kernel_types();
     }
     let mut target = Targets::choose(args)?;
     let server = listener.map(Server::start).transpose()?;
@@ -110,9 +110,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     command.as_mut().map_or(Ok(()), HeldCommand::release)?;
 
     poller.watch_events(&rings.events);
-    poller.watch_room(&rings.room_requests);
+    poller.watch_table_requests(&rings.room_requests);
     poller.watch_mappings(&mappings);
-    poller.watch_questions(&attached.questions);
+    poller.watch_thread_requests(&attached.questions);
     if let Some(server) = &server {
         poller.watch_clients(server);
     }
@@ -120,9 +120,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         poller.watch_exit(process);
     }
     wanted
-        .told()
+        .exit_fd()
         .into_iter()
-        .for_each(|told| poller.watch_held(told));
+        .for_each(|ready| poller.watch_command_exit(ready));
     let leaks = match target.processes.first() {
         Some(one) if args.verdict.verdict.is_some() => {
             let Reporter { source, output, .. } = &mut reporter;
@@ -133,7 +133,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
     drop(server);
     let harm = reporter.source.finish(&mut reporter.output)?;
-    unwinder.tell("memleak", &mut reporter.output)?;
+    unwinder.report("memleak", &mut reporter.output)?;
     let status = command.as_mut().map(HeldCommand::finish).transpose()?;
     let status = reporter.finish(status.flatten(), leaks)?;
     match harm {
@@ -179,61 +179,61 @@ struct Processes<'a> {
     /// Number of times that each process has called exec, as the BPF programs count.
     execs: HashMap<u32, u64>,
     /// Ends of processes' address spaces whose blocks are still to be removed from the BPF maps.
-    ends: HashMap<u32, Ends>,
+    address_space_ends: HashMap<u32, AddressSpaceEnds>,
     /// Allocations that exited processes had outstanding.
-    ended: Ended,
+    exited_totals: ExitedTotals,
     /// Stacks that mapped memory, each with whether a function that frees has done so.
-    mapped_by_free: HashMap<Path, bool>,
+    mapped_by_free: HashMap<StackKey, bool>,
     /// Stacks whose double frees were already printed.
-    told_of: HashSet<Path>,
+    reported_double_frees: HashSet<StackKey>,
     clock: Clock,
     page_bytes: u64,
 }
 
 impl Source for Processes<'_> {
-    fn follow(&mut self, wake: &Wake, output: &mut Output) -> Result<Next> {
-        if wake.asked {
+    fn handle_events(&mut self, wake: &Wake, output: &mut Output) -> Result<Flow> {
+        if wake.thread_request {
             self.upkeep.answer()?;
         }
         let new: Vec<event> = self.rings.events.drain()?.collect();
         if new.iter().any(|event| event.kind == Kind::EVENT_EXEC) {
-            self.upkeep.look_after_exec();
+            self.upkeep.schedule_scan_after_exec();
         }
         self.take(new, output)?;
-        if wake.room {
+        if wake.table_full {
             self.rings.room_requests.drain()?;
         }
         self.make_room(output)?;
         self.upkeep.hold_limit()?;
         if wake.mappings || self.upkeep.is_due() {
             self.symbolizer.refresh();
-            self.upkeep.look(&self.symbolizer);
+            self.upkeep.scan_loaded_files(&self.symbolizer);
         }
         if self.upkeep.harms() {
             self.upkeep.detach();
-            return Ok(Next::End { exited: false });
+            return Ok(Flow::End { exited: false });
         }
         self.upkeep.tell_if_quiet();
         if wake.exited {
             self.symbolizer.refresh();
             self.upkeep.tell_missed(&self.symbolizer);
-            return Ok(Next::End { exited: true });
+            return Ok(Flow::End { exited: true });
         }
-        Ok(Next::GoOn)
+        Ok(Flow::Continue)
     }
 
     fn deadline(&self) -> Option<Instant> {
-        Some(self.upkeep.look_at())
+        Some(self.upkeep.next_scan())
     }
 
-    fn find(&mut self, now_ns: u64, exited: bool) -> Result<Found> {
+    fn snapshot(&mut self, now_ns: u64, exited: bool) -> Result<ReportData> {
         self.symbolizer.refresh();
         self.names.look_again();
         let (mut totals, mut allocations) = match self.args.mode {
             Mode::Leak => self.outstanding(now_ns, exited)?,
             Mode::Peak => (totals::at_peak(self.attached)?, Vec::new()),
             _ => {
-                self.drop_ended()?;
+                self.purge_ended_blocks()?;
                 (self.read_totals()?, Vec::new())
             }
         };
@@ -245,10 +245,10 @@ impl Source for Processes<'_> {
             errors = Some(estimate.1);
         }
         if self.args.mode == Mode::Leak {
-            self.ended.add_to(&mut totals, errors.as_mut());
+            self.exited_totals.add_to(&mut totals, errors.as_mut());
             sums::merge_lost(&mut self.stacks, &mut totals, &mut [])?;
         }
-        Ok(Found {
+        Ok(ReportData {
             totals,
             allocations,
             mappings: self.live_regions().len(),
@@ -256,7 +256,7 @@ impl Source for Processes<'_> {
         })
     }
 
-    fn named(&mut self, path: Path) -> Result<NamedStack> {
+    fn symbolize(&mut self, path: StackKey) -> Result<NamedStack> {
         let ids = StackIds {
             pid: path.pid,
             comm: self.names.comm(path.pid),
@@ -266,7 +266,7 @@ impl Source for Processes<'_> {
         NamedStack::read(&ids, &mut self.stacks, &mut self.symbolizer)
     }
 
-    fn stack(&mut self, path: Path) -> Result<Option<Rc<Stack>>> {
+    fn stack(&mut self, path: StackKey) -> Result<Option<Rc<Stack>>> {
         self.stacks.get(path.stack)
     }
 
@@ -274,12 +274,12 @@ impl Source for Processes<'_> {
         self.target.is_several()
     }
 
-    fn heading(&mut self) -> Heading {
+    fn heading(&mut self) -> HeadContext {
         let only = self.names.any().filter(|_| !self.is_several());
         let bss = self.attached.skel.maps.bss_data.as_deref();
         let peak = bss.map(|bss| bss.peak);
         let peak = peak.filter(|peak| self.args.mode == Mode::Peak && peak.number > 0);
-        Heading {
+        HeadContext {
             process: only.map(|pid| self.names.process(pid)),
             peak_ns: peak.map(|peak| peak.time_ns),
             tells_requested: false,
@@ -296,7 +296,7 @@ impl Source for Processes<'_> {
 
     fn print_groups(&mut self, groups: Vec<Entry>, output: &mut Output) -> Result<()> {
         for entry in groups {
-            let stack = self.named(entry.path)?;
+            let stack = self.symbolize(entry.path)?;
             output.row(&Group {
                 process: self.process_if_several(entry.path.pid),
                 ..Group::new(&entry, stack, self.args)
@@ -315,11 +315,11 @@ impl Source for Processes<'_> {
     fn losses(&self) -> Result<Losses> {
         let skel = &self.attached.skel;
         let lost = Losses::of(skel.object(), &self.target.filter)?;
-        let held = memtools::unwind_holds!(skel).skipped_runs()?;
-        Ok(lost.and_stacks(self.stacks.lost()).and_skipped(held))
+        let lost = lost.add_lost_stacks(self.stacks.lost());
+        Ok(lost.add_skipped_runs(memtools::unwind_holds!(skel).skipped_runs()?))
     }
 
-    fn tell_remedies(&self, losses: &Losses) {
+    fn print_remedies(&self, losses: &Losses) {
         if losses.entries > 0 {
             eprintln!(
                 "memleak: blocks have room for more with a larger --mem-limit or --max-allocs"
@@ -328,7 +328,7 @@ impl Source for Processes<'_> {
         if losses.stacks > 0 {
             eprintln!("memleak: stacks were lost: {MORE_STACKS}");
         }
-        if let Some(rest) = self.ended.rest() {
+        if let Some(rest) = self.exited_totals.rest() {
             eprintln!(
                 "memleak: {} bytes in {} allocations of exited processes are not shown: of so many \
                  processes and stacks only those with most are kept",
@@ -351,8 +351,8 @@ impl<'a> Processes<'a> {
             ..
         } = upkeep;
         let processes = target.processes.iter().map(|traced| &traced.process);
-        let wants_homes = args.containers.wanted(args.json);
-        let homes = Homes::if_wanted(wants_homes, &attached.skel.maps.cgroup_paths);
+        let wants_cgroups = args.containers.wanted(args.json);
+        let cgroups = CgroupResolver::if_wanted(wants_cgroups, &attached.skel.maps.cgroup_paths);
         Ok(Self {
             attached,
             target,
@@ -366,12 +366,12 @@ impl<'a> Processes<'a> {
             regions: HashMap::new(),
             mapped: Totals::new(),
             named: target.watched().map(Process::pid).collect(),
-            names: Names::of(processes, homes, args.containers.container),
+            names: Names::of(processes, cgroups, args.containers.container),
             execs: HashMap::new(),
-            ends: HashMap::new(),
-            ended: Ended::default(),
+            address_space_ends: HashMap::new(),
+            exited_totals: ExitedTotals::default(),
             mapped_by_free: HashMap::new(),
-            told_of: HashSet::new(),
+            reported_double_frees: HashSet::new(),
             clock: Clock::new(),
             page_bytes: kernel_support::page_bytes()?,
         })
@@ -381,7 +381,7 @@ impl<'a> Processes<'a> {
     /// if that has ended the trace.
     fn finish(&mut self, output: &mut Output) -> Result<Option<String>> {
         let harm = self.upkeep.finish(output)?;
-        self.symbolizer.tell_losses("memleak");
+        self.symbolizer.report_losses("memleak");
         Ok(harm)
     }
 
@@ -392,7 +392,7 @@ impl<'a> Processes<'a> {
         }
         let bss = self.attached.skel.maps.bss_data.as_deref();
         let blocks = bss.map_or(0, |bss| bss.overflow_blocks);
-        if let Some(more) = self.blocks.make_room(blocks)?
+        if let Some(more) = self.blocks.grow(blocks)?
             && self.args.verbose
         {
             eprintln!("memleak: made room for {more} blocks more");
@@ -403,7 +403,7 @@ impl<'a> Processes<'a> {
     fn outstanding(&mut self, now_ns: u64, exited: bool) -> Result<(Totals, Vec<Allocation>)> {
         let (mut totals, mut allocations) = (Totals::new(), Vec::new());
         if self.args.combined_only {
-            self.drop_ended()?;
+            self.purge_ended_blocks()?;
             totals = self.read_totals()?;
         } else {
             let start = Instant::now();
@@ -429,32 +429,33 @@ impl<'a> Processes<'a> {
     }
 
     /// Removes the blocks of ended address spaces from the BPF maps, for reports of totals.
-    fn drop_ended(&mut self) -> Result<()> {
-        if !self.ends.is_empty() {
+    fn purge_ended_blocks(&mut self) -> Result<()> {
+        if !self.address_space_ends.is_empty() {
             self.read_blocks()?;
         }
         Ok(())
     }
 
     /// Returns the live blocks. Blocks of ended address spaces are removed from the BPF maps, and those that exited
-    /// processes left are kept in `ended`.
+    /// processes left are kept in `exited_totals`.
     fn read_blocks(&mut self) -> Result<Vec<Allocation>> {
-        let (blocks, left) = self.blocks.read(&self.ends, self.older_at_end())?;
-        self.ends.clear();
+        let ends = &self.address_space_ends;
+        let (blocks, left) = self.blocks.read(ends, self.older_at_end())?;
+        self.address_space_ends.clear();
         // All other reports are of the BPF programs' totals, which include these blocks already.
         if self.args.mode == Mode::Leak && !self.args.combined_only {
-            self.ended.add(&left, Sampling::of(self.args));
+            self.exited_totals.add(&left, Sampling::of(self.args));
         }
         Ok(blocks)
     }
 
     /// Returns the counts of frees that do not match the records.
-    fn frees(&self) -> Frees {
+    fn frees(&self) -> UnmatchedFrees {
         let skel = &self.attached.skel;
         let Some(bss) = skel.maps.bss_data.as_deref() else {
-            return Frees::default();
+            return UnmatchedFrees::default();
         };
-        Frees {
+        UnmatchedFrees {
             unknown: self.args.records_all().then_some(bss.frees.unknown),
             double: probes::notices_double_frees(skel, self.args).then_some(bss.frees.twice),
             unseen: bss.frees.replaced,
@@ -463,17 +464,17 @@ impl<'a> Processes<'a> {
 
     /// Prints the stacks that freed unrecorded blocks, the most frequent last.
     fn print_unknown_frees(&mut self, output: &mut Output) -> Result<()> {
-        let mut counts: HashMap<Path, u64> = HashMap::new();
-        map_batch::read(&self.attached.skel.maps.unknown_frees, |key, count| {
+        let mut counts: HashMap<StackKey, u64> = HashMap::new();
+        map_batch::for_each(&self.attached.skel.maps.unknown_frees, |key, count| {
             let &total_key { pid, stack, .. } = types::view(key)?;
-            *counts.entry(Path { pid, stack }).or_default() += types::view::<u64>(count)?;
+            *counts.entry(StackKey { pid, stack }).or_default() += types::view::<u64>(count)?;
             Ok(())
         })?;
-        let mut counts: Vec<(Path, u64)> = counts.into_iter().collect();
-        counts.sort_unstable_by_key(|&(Path { pid, stack }, frees)| (frees, pid, stack));
+        let mut counts: Vec<(StackKey, u64)> = counts.into_iter().collect();
+        counts.sort_unstable_by_key(|&(StackKey { pid, stack }, frees)| (frees, pid, stack));
         let skipped = counts.len().saturating_sub(self.args.top);
         for (path, frees) in counts.into_iter().skip(skipped) {
-            let stack = self.named(path)?;
+            let stack = self.symbolize(path)?;
             let process = self.process_if_several(path.pid);
             output.row(&UnknownFrees {
                 frees,

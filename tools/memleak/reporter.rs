@@ -20,10 +20,10 @@ use crate::difference::{self, Difference};
 use crate::rows::{self, Amount, Groups, Head};
 use crate::sampling;
 use crate::serve::{self, Numbers};
-use crate::source::{Found, Heading, Next, Source};
+use crate::source::{Flow, HeadContext, ReportData, Source};
 use crate::sums::{self, Ages, Entry, History, Sum, Totals};
 use crate::verdict;
-use crate::whole::Whole;
+use crate::whole::ReportSummary;
 
 /// Reporter of a source: prints, exports and serves its reports.
 pub(crate) struct Reporter<'a, S> {
@@ -67,7 +67,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         let mut reports_left = self.args.count;
         loop {
             let wake = poller.wait(self.source.deadline())?;
-            if let Next::End { exited } = self.source.follow(&wake, &mut self.output)? {
+            if let Flow::End { exited } = self.source.handle_events(&wake, &mut self.output)? {
                 return self.report(exited);
             }
             if wake.stop {
@@ -107,7 +107,7 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// Prints and exports a report of this moment.
     fn report(&mut self, exited: bool) -> Result<()> {
         let now = clock::monotonic_ns();
-        let mut found = self.source.find(now, exited)?;
+        let mut found = self.source.snapshot(now, exited)?;
         // With --folded there is one report, of everything since the start.
         let shown = match self.args.mode {
             Mode::Alloc | Mode::Churn if !self.args.folded => {
@@ -121,7 +121,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             self.print(now, &shown, &mut found)?;
         }
         self.export(&found.totals)?;
-        self.look(&found.totals);
+        self.record_trends(&found.totals);
         self.history.add(now, found.totals);
         self.output.flush()?;
 
@@ -129,11 +129,11 @@ impl<'a, S: Source> Reporter<'a, S> {
         if losses.any() {
             eprintln!("memleak: {losses}");
         }
-        self.source.tell_remedies(&losses);
+        self.source.print_remedies(&losses);
         Ok(())
     }
 
-    fn print(&mut self, now: u64, shown: &Totals, found: &mut Found) -> Result<()> {
+    fn print(&mut self, now: u64, shown: &Totals, found: &mut ReportData) -> Result<()> {
         let sum = Sum::of(shown);
         let errors = found.errors.as_ref();
         let heading = self.source.heading();
@@ -150,11 +150,11 @@ impl<'a, S: Source> Reporter<'a, S> {
             allocations.sort_unstable_by_key(|one| (one.size, one.address, one.pid));
             rows::list(&mut self.output, allocations, self.source.is_several())?;
         }
-        let whole = Whole {
+        let whole = ReportSummary {
             amount,
             groups: sum.paths,
             shown: largest.len(),
-            ..Whole::default()
+            ..ReportSummary::default()
         };
         self.source.print_groups(largest, &mut self.output)?;
         if !self.args.json {
@@ -163,9 +163,9 @@ impl<'a, S: Source> Reporter<'a, S> {
         self.source.print_more(&mut self.output)
     }
 
-    fn print_folded(&mut self, now: u64, shown: &Totals, found: &Found) -> Result<()> {
+    fn print_folded(&mut self, now: u64, shown: &Totals, found: &ReportData) -> Result<()> {
         for Entry { path, total, .. } in self.largest(now, shown, found, usize::MAX) {
-            let stack = self.source.named(path)?;
+            let stack = self.source.symbolize(path)?;
             let line = Folded::new(&stack);
             self.output.raw(|out| line.write(total.bytes, out))?;
         }
@@ -173,7 +173,7 @@ impl<'a, S: Source> Reporter<'a, S> {
     }
 
     /// Returns the `top` groups that are largest by the sort key of the options, the largest last.
-    fn largest(&self, now: u64, shown: &Totals, found: &Found, top: usize) -> Vec<Entry> {
+    fn largest(&self, now: u64, shown: &Totals, found: &ReportData, top: usize) -> Vec<Entry> {
         let mut ages = if self.args.wants_ages() {
             Ages::of(&found.allocations)
         } else {
@@ -193,7 +193,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         sums::largest(entries.collect(), self.args.sort, top)
     }
 
-    fn head(&mut self, now: u64, heading: Heading, paths: usize, amount: Amount) -> Result<()> {
+    fn head(&mut self, now: u64, heading: HeadContext, paths: usize, amount: Amount) -> Result<()> {
         self.output.row(&Head {
             time: self.clock.local(now),
             process: heading.process,
@@ -210,7 +210,7 @@ impl<'a, S: Source> Reporter<'a, S> {
     }
 
     /// Prints the sums that a text report ends with. JSON has them at the head.
-    fn print_whole(&mut self, mut whole: Whole, shown: &Totals) -> Result<()> {
+    fn print_whole(&mut self, mut whole: ReportSummary, shown: &Totals) -> Result<()> {
         let groups = self.source.groups(whole.groups);
         if let Groups::Stacks(_) = groups {
             for (&path, total) in shown {
@@ -224,7 +224,7 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// Writes all stacks into the files that options name, and prints the difference from an earlier run. With --mode
     /// alloc and churn, these are all allocations since the start.
     fn export(&mut self, totals: &Totals) -> Result<()> {
-        if !self.exports.any() && self.difference.is_none() {
+        if !self.exports.is_enabled() && self.difference.is_none() {
             return Ok(());
         }
         let profile = self.profile(totals)?;
@@ -240,7 +240,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         let mut progress = Progress::new("naming stacks", totals.len());
         let samples = totals.iter().map(|(&path, &total)| {
             progress.step();
-            Ok(total.sample(self.source.named(path)?))
+            Ok(total.sample(self.source.symbolize(path)?))
         });
         let samples: Vec<Sample> = samples.collect::<Result<_>>()?;
         let subject = sums::subject(self.args.view(), self.args);
@@ -250,8 +250,8 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// Makes a report of this moment for clients of --serve, with all stacks, as --pprof would write them. Such a
     /// report does not change what the next printed one shows.
     fn served(&mut self) -> Result<ServedReport> {
-        let Found { totals, .. } = self.source.find(clock::monotonic_ns(), false)?;
-        self.look(&totals);
+        let ReportData { totals, .. } = self.source.snapshot(clock::monotonic_ns(), false)?;
+        self.record_trends(&totals);
         let profile = self.profile(&totals)?;
         let lost = self.source.losses()?;
         let numbers = Numbers {
@@ -274,7 +274,7 @@ impl<'a, S: Source> Reporter<'a, S> {
     }
 
     /// Records how stacks grow, if there are clients to show that to.
-    fn look(&mut self, totals: &Totals) {
+    fn record_trends(&mut self, totals: &Totals) {
         if self.args.serve.serve.is_some() {
             self.trends.look(Instant::now(), serve::bytes(totals));
         }

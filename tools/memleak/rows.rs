@@ -9,7 +9,7 @@ use memtools::heap::image::Image;
 use memtools::print::clock;
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
-use memtools::process::container::{self, Home};
+use memtools::process::container::{self, CgroupInfo};
 use memtools::run::losses::Losses;
 use memtools::stacks::named::NamedStack;
 use serde::{Serialize, Serializer};
@@ -113,7 +113,7 @@ pub(crate) struct ProcessName {
     pub(crate) comm: String,
     /// Cgroup that the process is in, or was in. None if cgroups are not wanted.
     #[serde(flatten)]
-    pub(crate) home: Option<Home>,
+    pub(crate) cgroup_info: Option<CgroupInfo>,
     /// Whether text output names the container.
     #[serde(skip)]
     pub(crate) container: bool,
@@ -121,18 +121,18 @@ pub(crate) struct ProcessName {
 
 impl ProcessName {
     /// Names a process by its image, and by the cgroup that it was in when the image was taken.
-    pub(crate) fn of_image(image: &Image, home: Home, args: &Args) -> Self {
+    pub(crate) fn of_image(image: &Image, cgroup_info: CgroupInfo, args: &Args) -> Self {
         Self {
             pid: image.pid,
             comm: text::escape_bytes(&image.comm),
-            home: Some(home),
+            cgroup_info: Some(cgroup_info),
             container: args.containers.container,
         }
     }
 
     /// Returns the text that names the container: ` in NAME`, or nothing if --container is not given.
     pub(crate) fn inside(&self) -> String {
-        container::inside(self.home.as_ref().filter(|_| self.container))
+        container::inside(self.cgroup_info.as_ref().filter(|_| self.container))
     }
 }
 
@@ -181,7 +181,7 @@ pub(crate) fn list(
 /// Free of a block that had been freed before.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "double_free")]
-pub(crate) struct Freed {
+pub(crate) struct DoubleFree {
     #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
     #[serde(flatten)]
@@ -193,7 +193,7 @@ pub(crate) struct Freed {
 }
 
 /// Text for stderr: a report on stdout has BCC's lines only.
-impl fmt::Display for Freed {
+impl fmt::Display for DoubleFree {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let inside = self.process.as_ref().map(ProcessName::inside);
         writeln!(
@@ -206,7 +206,7 @@ impl fmt::Display for Freed {
     }
 }
 
-impl Row for Freed {
+impl Row for DoubleFree {
     fn text(&self, _: &mut dyn Write) -> io::Result<()> {
         Ok(())
     }
@@ -432,7 +432,7 @@ mod tests {
 
     #[test]
     fn a_double_free_says_if_its_stack_is_lost() {
-        let freed = Freed {
+        let freed = DoubleFree {
             time: clock::now(),
             process: None,
             address: 0x7f00,

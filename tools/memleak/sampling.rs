@@ -13,7 +13,7 @@
 use std::collections::HashMap;
 
 use crate::args::Args;
-use crate::sums::{Allocation, Path, Total, Totals};
+use crate::sums::{Allocation, StackKey, Total, Totals};
 
 /// Standard deviations on each side of an estimate that make a 95 % confidence interval.
 const DEVIATIONS: f64 = 1.96;
@@ -71,8 +71,8 @@ impl Sampling {
     }
 
     /// Estimates the totals of all allocations from the recorded ones, with the error of each total.
-    pub(crate) fn estimate(self, recorded: &[Allocation]) -> (Totals, HashMap<Path, Error>) {
-        let mut sums: HashMap<Path, Sum> = HashMap::new();
+    pub(crate) fn estimate(self, recorded: &[Allocation]) -> (Totals, HashMap<StackKey, Error>) {
+        let mut sums: HashMap<StackKey, Sum> = HashMap::new();
         for allocation in recorded {
             let &Allocation {
                 pid,
@@ -85,7 +85,7 @@ impl Sampling {
             let probability = self.probability(size, level);
             // A size with probability 0 is of a record that was cut down after it was made.
             if probability > 0.0 {
-                let sum = sums.entry(Path { pid, stack }).or_default();
+                let sum = sums.entry(StackKey { pid, stack }).or_default();
                 sum.bytes += size as f64 / probability;
                 sum.allocations += calls as f64 / probability;
                 sum.variance += (size as f64 / probability).powi(2) * (1.0 - probability);
@@ -143,7 +143,7 @@ impl Error {
 mod tests {
     use super::*;
 
-    const PATH: Path = Path { pid: 1, stack: 2 };
+    const PATH: StackKey = StackKey { pid: 1, stack: 2 };
 
     fn by(sample_bytes: u32) -> Sampling {
         Sampling {

@@ -6,7 +6,7 @@ use memtools::serve::openmetrics::{Family, Kind};
 use memtools::serve::server::Server;
 use memtools::serve::trend::Key;
 
-use crate::sums::{Path, Sum, Total, Totals, View};
+use crate::sums::{StackKey, Sum, Total, Totals, View};
 
 /// Prints the address at which reports are served.
 pub(crate) fn tell(server: &Server) {
@@ -14,7 +14,7 @@ pub(crate) fn tell(server: &Server) {
 }
 
 /// Returns the key that identifies a stack.
-pub(crate) fn key(path: Path) -> Key {
+pub(crate) fn key(path: StackKey) -> Key {
     (path.pid, path.stack)
 }
 
@@ -25,7 +25,7 @@ pub(crate) fn bytes(totals: &Totals) -> impl Iterator<Item = (Key, u64)> {
 
 /// Counts of frees that do not match the records. None where a count is not known.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Frees {
+pub(crate) struct UnmatchedFrees {
     pub(crate) unknown: Option<u64>,
     pub(crate) double: Option<u64>,
     pub(crate) unseen: u64,
@@ -35,7 +35,7 @@ pub(crate) struct Frees {
 pub(crate) struct Numbers {
     pub(crate) view: View,
     pub(crate) sum: Sum,
-    pub(crate) frees: Frees,
+    pub(crate) frees: UnmatchedFrees,
     /// Hits of the probes, if they are counted.
     pub(crate) hits: Option<u64>,
     pub(crate) lost: Losses,

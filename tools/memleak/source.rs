@@ -14,28 +14,28 @@ use memtools::stacks::table::Stack;
 
 use crate::rows::{Groups, ProcessName};
 use crate::sampling;
-use crate::serve::Frees;
-use crate::sums::{Allocation, Entry, Path, Totals};
+use crate::serve::UnmatchedFrees;
+use crate::sums::{Allocation, Entry, StackKey, Totals};
 
 /// Trace of allocated memory, of which reports are made.
 pub(crate) trait Source {
     /// Handles the events since the last call. `wake` says why the wait has ended.
-    fn follow(&mut self, wake: &Wake, output: &mut Output) -> Result<Next>;
+    fn handle_events(&mut self, wake: &Wake, output: &mut Output) -> Result<Flow>;
 
-    /// Returns the latest time at which [`Source::follow`] is to be called.
+    /// Returns the latest time at which [`Source::handle_events`] is to be called.
     fn deadline(&self) -> Option<Instant> {
         None
     }
 
     /// Returns all allocations at `now_ns` of CLOCK_MONOTONIC, from which a report chooses. Once the target has exited,
     /// the age of a block no longer matters: none will be freed any more.
-    fn find(&mut self, now_ns: u64, exited: bool) -> Result<Found>;
+    fn snapshot(&mut self, now_ns: u64, exited: bool) -> Result<ReportData>;
 
     /// Returns the symbolized stack of a path.
-    fn named(&mut self, path: Path) -> Result<NamedStack>;
+    fn symbolize(&mut self, path: StackKey) -> Result<NamedStack>;
 
     /// Returns the stack of a path as the kernel recorded it. Returns None if the stack was lost.
-    fn stack(&mut self, path: Path) -> Result<Option<Rc<Stack>>>;
+    fn stack(&mut self, path: StackKey) -> Result<Option<Rc<Stack>>>;
 
     /// Returns what reports group by, with the number of groups.
     fn groups(&self, count: usize) -> Groups {
@@ -48,7 +48,7 @@ pub(crate) trait Source {
     }
 
     /// Returns the parts of a report's head besides its sums.
-    fn heading(&mut self) -> Heading;
+    fn heading(&mut self) -> HeadContext;
 
     /// Returns the target's resident bytes now, if it is a single process and reports show all that is outstanding.
     fn resident_bytes(&self) -> Option<u64> {
@@ -67,7 +67,7 @@ pub(crate) trait Source {
     fn losses(&self) -> Result<Losses>;
 
     /// Prints remedies for these losses on stderr, and what else a report lacks.
-    fn tell_remedies(&self, losses: &Losses);
+    fn print_remedies(&self, losses: &Losses);
 
     /// Returns the number of runs of the probes, if they are counted.
     fn hits(&self) -> Option<u64> {
@@ -77,32 +77,32 @@ pub(crate) trait Source {
 
 /// Data that a report is made of.
 #[derive(Default)]
-pub(crate) struct Found {
+pub(crate) struct ReportData {
     pub(crate) totals: Totals,
     /// Outstanding allocations, if they are known one by one.
     pub(crate) allocations: Vec<Allocation>,
     /// Number of `allocations` that are mappings, not blocks of an allocator.
     pub(crate) mappings: usize,
     /// Errors of the totals, if the totals are estimates.
-    pub(crate) errors: Option<HashMap<Path, sampling::Error>>,
+    pub(crate) errors: Option<HashMap<StackKey, sampling::Error>>,
 }
 
 /// Parts of a report's head besides its sums.
 #[derive(Default)]
-pub(crate) struct Heading {
+pub(crate) struct HeadContext {
     /// Target, if it is a single process.
     pub(crate) process: Option<ProcessName>,
     /// CLOCK_MONOTONIC of the peak, if the numbers are of the peak.
     pub(crate) peak_ns: Option<u64>,
     /// Whether bytes are those that blocks take, and the requested bytes are known, too.
     pub(crate) tells_requested: bool,
-    pub(crate) frees: Frees,
+    pub(crate) frees: UnmatchedFrees,
 }
 
-/// Next step of a run, after a call of [`Source::follow`].
+/// Next step of a run, after a call of [`Source::handle_events`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Next {
-    GoOn,
+pub(crate) enum Flow {
+    Continue,
     /// The trace ends with a last report.
     End {
         /// Whether all processes that were named have exited.

@@ -6,8 +6,8 @@ use std::mem;
 
 use anyhow::Result;
 use libbpf_rs::MapCore;
-use memtools::export::files::Subject;
-use memtools::export::profile::{Sample, Value};
+use memtools::export::files::ProfileInfo;
+use memtools::export::profile::{Sample, ValueType};
 use memtools::stacks::named::NamedStack;
 use memtools::stacks::table::Stacks;
 use serde::Serialize;
@@ -33,7 +33,7 @@ pub(crate) struct Allocation {
 
 /// Call path of a process, by which allocations are added up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Path {
+pub(crate) struct StackKey {
     pub(crate) pid: u32,
     /// Id of the stack.
     pub(crate) stack: u64,
@@ -59,7 +59,7 @@ impl Total {
 }
 
 /// Returns the names of a view's numbers in other formats. They are the names of Go's heap profiles, where Go has any.
-pub(crate) fn subject(view: View, args: &Args) -> Subject {
+pub(crate) fn subject(view: View, args: &Args) -> ProfileInfo {
     let (name, objects, space) = match view {
         View::Outstanding => ("outstanding allocations", "inuse_objects", "inuse_space"),
         View::Peak => (
@@ -84,17 +84,20 @@ pub(crate) fn subject(view: View, args: &Args) -> Subject {
             args.sample_rate
         ));
     }
-    Subject {
+    ProfileInfo {
         name: name.to_owned(),
-        values: vec![Value::count(objects, "allocations"), Value::bytes(space)],
-        main: 1,
+        values: vec![
+            ValueType::count(objects, "allocations"),
+            ValueType::bytes(space),
+        ],
+        main_value: 1,
         by_thread: false,
         remarks,
     }
 }
 
 /// Totals by path.
-pub(crate) type Totals = HashMap<Path, Total>;
+pub(crate) type Totals = HashMap<StackKey, Total>;
 
 /// Sum over all paths.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -124,7 +127,7 @@ pub(crate) fn add_up<'a>(
 ) {
     for allocation in allocations {
         let &Allocation { pid, stack, .. } = allocation;
-        let total = totals.entry(Path { pid, stack }).or_default();
+        let total = totals.entry(StackKey { pid, stack }).or_default();
         total.bytes += allocation.size;
         total.allocations += allocation.calls;
     }
@@ -141,11 +144,11 @@ pub(crate) fn merge_lost<M: MapCore>(
         return Ok(());
     }
     for allocation in allocations {
-        allocation.stack = stacks.found(allocation.stack)?;
+        allocation.stack = stacks.id_or_lost(allocation.stack)?;
     }
     for (path, more) in mem::take(totals) {
-        let stack = stacks.found(path.stack)?;
-        let total = totals.entry(Path { stack, ..path }).or_default();
+        let stack = stacks.id_or_lost(path.stack)?;
+        let total = totals.entry(StackKey { stack, ..path }).or_default();
         total.bytes += more.bytes;
         total.requested_bytes += more.requested_bytes;
         total.allocations += more.allocations;
@@ -169,11 +172,11 @@ pub(crate) fn since(earlier: &Totals, now: &Totals) -> Totals {
 
 /// Times at which each path's outstanding blocks were allocated.
 #[derive(Debug, Default)]
-pub(crate) struct Ages(HashMap<Path, Vec<u64>>);
+pub(crate) struct Ages(HashMap<StackKey, Vec<u64>>);
 
 impl Ages {
     pub(crate) fn of<'a>(allocations: impl IntoIterator<Item = &'a Allocation>) -> Self {
-        let mut times: HashMap<Path, Vec<u64>> = HashMap::new();
+        let mut times: HashMap<StackKey, Vec<u64>> = HashMap::new();
         for &Allocation {
             pid,
             stack,
@@ -181,13 +184,16 @@ impl Ages {
             ..
         } in allocations
         {
-            times.entry(Path { pid, stack }).or_default().push(time_ns);
+            times
+                .entry(StackKey { pid, stack })
+                .or_default()
+                .push(time_ns);
         }
         Self(times)
     }
 
     /// Returns the oldest and the median age of a path's blocks at `now_ns`, in milliseconds.
-    pub(crate) fn at(&mut self, now_ns: u64, path: Path) -> Option<Age> {
+    pub(crate) fn at(&mut self, now_ns: u64, path: StackKey) -> Option<Age> {
         let times = self.0.get_mut(&path)?;
         let oldest = *times.iter().min()?;
         let middle = times.len() / 2;
@@ -238,7 +244,7 @@ impl History {
     }
 
     /// Returns the growth of a path up to `time_ns`. Returns None at the first report.
-    pub(crate) fn growth(&self, time_ns: u64, path: Path, bytes: u64) -> Option<Growth> {
+    pub(crate) fn growth(&self, time_ns: u64, path: StackKey, bytes: u64) -> Option<Growth> {
         let (first_ns, first) = self.first.as_ref()?;
         let grown = |from: &Totals| {
             let before = from.get(&path).map_or(0, |total| total.bytes);
@@ -259,7 +265,7 @@ impl History {
 /// Allocations of one path, with the values that paths are sorted by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry {
-    pub(crate) path: Path,
+    pub(crate) path: StackKey,
     pub(crate) total: Total,
     /// Error of the bytes, if they are an estimate.
     pub(crate) error_bytes: Option<u64>,
@@ -317,8 +323,8 @@ mod tests {
 
     const PID: u32 = 7;
 
-    fn path(stack: u64) -> Path {
-        Path { pid: PID, stack }
+    fn path(stack: u64) -> StackKey {
+        StackKey { pid: PID, stack }
     }
 
     fn allocation(stack: u64, size: u64, time_ns: u64) -> Allocation {

@@ -25,13 +25,13 @@ use anyhow::{Result, bail};
 use memtools::heap::blocks::{Coverage, Heap};
 use memtools::heap::capture::{self, Request};
 use memtools::heap::image::Image;
-use memtools::heap::kernel::{self, Kept};
+use memtools::heap::kernel::{self, KernelWord};
 use memtools::heap::names::{self as types, RunningModules, pymalloc};
 use memtools::heap::reach::Reach;
 use memtools::heap::walk::Walked;
 use memtools::print::output::Output;
 use memtools::print::text;
-use memtools::process::container::Home;
+use memtools::process::container::CgroupInfo;
 use memtools::process::proc::Process;
 use memtools::process::smaps;
 use memtools::run::privileges;
@@ -39,14 +39,14 @@ use memtools::run::privileges;
 use crate::args::Args;
 use crate::difference::{self, FailOn};
 use crate::rows::ProcessName;
-use args::Question;
+use args::WhyQuery;
 use idle::Idle;
 pub(crate) use judge::lost_blocks;
 use judge::{Judgement, Kind, Sum};
 pub(crate) use names::RootNames;
 use report::{Held, Lost, Memcheck, Origin, Suppressed, Trace, Verdict, What};
-use seen::Seen;
-use stacks::{Known, Stacks, Untraced};
+use seen::TracedBlocks;
+use stacks::{Stacks, SymbolizedStacks, Untraced};
 use suppressions::Suppressions;
 use why::{Branch, Why};
 
@@ -62,14 +62,14 @@ pub(crate) const BETWEEN: Duration = Duration::from_millis(100);
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (mut poller, mut output) = args.start()?;
-    privileges::keep_what_tracing_takes(args.heap.capabilities())?;
+    privileges::drop_unneeded(args.heap.capabilities())?;
     let watched = args
         .verdict
         .idle
         .map(|time| idle::watch(&process, time, &mut poller));
     let watched = watched.transpose()?;
     let request = args.heap.request(&process, watched.as_ref());
-    let case = Case::look_twice(&request)?;
+    let case = HeapAnalysis::take_confirmed(&request)?;
     let leaks = case.print(args, &mut output, &mut Untraced, &Suppressions::default())?;
     output.finish()?;
     Ok(status(args, leaks, None))
@@ -88,7 +88,7 @@ pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
 /// If the heap is incomplete or too large. The error says what is missing.
 pub(crate) fn expect_whole(walked: &Walked) -> Result<()> {
     let pid = walked.image.pid;
-    if let Some(nonsense) = walked.nonsense() {
+    if let Some(nonsense) = walked.inconsistency() {
         bail!("no verdict: {nonsense}");
     }
     if let Coverage::Unknown { why } = &walked.heap.coverage {
@@ -100,7 +100,7 @@ pub(crate) fn expect_whole(walked: &Walked) -> Result<()> {
             text::bytes(walked.image.unread)
         );
     }
-    capture::expect_room_to_judge(pid, walked.heap.blocks().len())
+    capture::expect_memory_to_judge(pid, walked.heap.blocks().len())
 }
 
 /// Refuses to judge if the process has written memory that it may not read now. Such memory is not in the image, and
@@ -127,10 +127,10 @@ pub(crate) fn protected_bytes(image: &Image) -> Result<u64> {
 }
 
 /// Process to judge, with its image and heap.
-struct Case<'a> {
+struct HeapAnalysis<'a> {
     process: &'a Process,
     /// The cgroup that the process was in.
-    home: Home,
+    cgroup_info: CgroupInfo,
     image: Image,
     heap: Heap,
     reach: Reach,
@@ -141,14 +141,14 @@ struct Case<'a> {
     /// Pauses of the process by image, in microseconds.
     pauses: Vec<u64>,
     /// Blocks whose allocation was traced.
-    seen: Seen,
+    seen: TracedBlocks,
     /// Trace of the allocations, if they were traced.
     trace: Option<Trace>,
 }
 
-impl<'a> Case<'a> {
+impl<'a> HeapAnalysis<'a> {
     /// Takes an image, and a second one if blocks are lost in the first.
-    fn look_twice(request: &Request<'a>) -> Result<Self> {
+    fn take_confirmed(request: &Request<'a>) -> Result<Self> {
         let mut case = Self::look(request)?;
         case.before = judge::lost_blocks(&case.heap, &case.reach);
         if case.before.is_empty() {
@@ -176,8 +176,8 @@ impl<'a> Case<'a> {
             walked.heap.coverage = Coverage::Complete;
         }
         expect_whole(&walked)?;
-        let home = Home::of_process(process.pid());
-        let mut case = Self::of(process, home, walked, kernel::words(process.pid()))?;
+        let cgroup_info = CgroupInfo::of_process(process.pid());
+        let mut case = Self::of(process, cgroup_info, walked, kernel::words(process.pid()))?;
         case.before = judge::lost_blocks(&case.heap, &case.reach);
         if !case.before.is_empty() {
             expect_readable(&case.image)?;
@@ -190,30 +190,35 @@ impl<'a> Case<'a> {
         // them for a shorter time than that.
         let mut kept = kernel::words(request.process.pid());
         // The process may have exited by the time its heap is walked.
-        let home = Home::of_process(request.process.pid());
+        let cgroup_info = CgroupInfo::of_process(request.process.pid());
         let walked = Walked::take(request, "memleak")?;
         expect_whole(&walked)?;
         kept.extend(kernel::words(request.process.pid()));
-        Self::of(request.process, home, walked, kept)
+        Self::of(request.process, cgroup_info, walked, kept)
     }
 
-    fn of(process: &'a Process, home: Home, walked: Walked, kept: Vec<Kept>) -> Result<Self> {
+    fn of(
+        process: &'a Process,
+        cgroup_info: CgroupInfo,
+        walked: Walked,
+        kept: Vec<KernelWord>,
+    ) -> Result<Self> {
         let Walked {
             mut image, heap, ..
         } = walked;
-        image.kept = kept;
+        image.kernel_words = kept;
         let (heap, pools) = pymalloc::with_pools(&image, heap);
         // The types of CPython objects are needed to judge them.
         let types = (pools.blocks > 0).then(|| types_of(process, &image, &heap));
         let python = types.as_ref().map_or(&[][..], |types| &types.python);
         Ok(Self {
             process,
-            home,
+            cgroup_info,
             reach: Reach::new(&image, &heap, python)?,
             types,
             before: HashSet::new(),
             pauses: vec![image.paused.as_micros() as u64],
-            seen: Seen::default(),
+            seen: TracedBlocks::default(),
             trace: None,
             image,
             heap,
@@ -236,7 +241,7 @@ impl<'a> Case<'a> {
             Some(named) => Kind::Type(named.name.clone()),
             None => Kind::Size(seen.bytes(block, &heap.blocks()[block])),
         };
-        let known = Known::of(seen, suppressions, args, stacks)?;
+        let known = SymbolizedStacks::of(seen, suppressions, args, stacks)?;
         let idle = self.image.idle.as_ref();
         let judgement = judge::judge(heap, &self.reach, &self.before, (seen, &known), idle, kind);
         let lost: Vec<_> = judgement.lost.iter().take(args.top).collect();
@@ -264,7 +269,7 @@ impl<'a> Case<'a> {
         };
         let asked = questions
             .iter()
-            .flat_map(|(_, blocks)| blocks.iter().take(judge::MOST_IN_TREE));
+            .flat_map(|(_, blocks)| blocks.iter().take(judge::MAX_TREE_BLOCKS));
         let examples = held.iter().map(|group| &group.example);
         let roots = examples.chain(asked).filter_map(|&block| start(block));
         let names = RootNames::of(&self.image, roots);
@@ -285,7 +290,7 @@ impl<'a> Case<'a> {
     fn verdict(&self, judgement: &Judgement, args: &Args) -> Verdict {
         let (image, heap) = (&self.image, &self.heap);
         Verdict {
-            process: ProcessName::of_image(image, self.home.clone(), args),
+            process: ProcessName::of_image(image, self.cgroup_info.clone(), args),
             pauses_us: self.pauses.clone(),
             copied_bytes: image.copied_bytes(),
             allocator: heap
@@ -332,22 +337,22 @@ impl<'a> Case<'a> {
         &self,
         args: &Args,
         kind: impl Fn(usize) -> Kind,
-        known: &Known,
+        known: &SymbolizedStacks,
     ) -> Vec<(String, Vec<usize>)> {
         let heap = &self.heap;
         let all = || 0..heap.blocks().len();
-        let blocks = |question: &str| match Question::parse(question) {
-            Question::Address(address) => {
+        let blocks = |question: &str| match WhyQuery::parse(question) {
+            WhyQuery::Address(address) => {
                 let block = heap.block_at(address);
                 block.map(|(block, _)| block).into_iter().collect()
             }
-            Question::Size(bytes) => all()
+            WhyQuery::Size(bytes) => all()
                 .filter(|&block| {
                     let of = &heap.blocks()[block];
                     of.size == bytes || self.seen.bytes(block, of) == bytes
                 })
                 .collect(),
-            Question::Name(name) => {
+            WhyQuery::Name(name) => {
                 let by_it = |block: usize| {
                     let born = self.seen.born(block);
                     born.is_some_and(|born| known.has_function(born.path, &name))

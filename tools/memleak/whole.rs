@@ -9,7 +9,7 @@ use crate::rows::Amount;
 
 /// Sums over all groups of a report.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Whole {
+pub(crate) struct ReportSummary {
     pub(crate) amount: Amount,
     /// Number of groups with allocations, and of those that were shown.
     pub(crate) groups: usize,
@@ -22,7 +22,7 @@ pub(crate) struct Whole {
     pub(crate) resident_bytes: Option<u64>,
 }
 
-impl Whole {
+impl ReportSummary {
     /// Counts these bytes as lost or truncated, if their stack is. `stack` is None if the stack was lost.
     pub(crate) fn note_stack(&mut self, stack: Option<&Stack>, bytes: u64) {
         match stack {
@@ -38,8 +38,8 @@ impl Whole {
         if let Some(error) = self.amount.error() {
             write!(out, " (estimated, within {})", text::bytes(error))?;
         }
-        let blocks = text::counted(self.amount.allocations, "block");
-        let groups = text::counted(self.groups as u64, group);
+        let blocks = text::count_with_noun(self.amount.allocations, "block");
+        let groups = text::count_with_noun(self.groups as u64, group);
         let shown = text::grouped(self.shown as u64);
         write!(out, " in {blocks} of {groups}, shown {shown}")?;
         if let Some(resident) = self.resident_bytes {
@@ -61,7 +61,7 @@ impl Whole {
 mod tests {
     use super::*;
 
-    fn lines(whole: &Whole) -> String {
+    fn lines(whole: &ReportSummary) -> String {
         let mut lines = Vec::new();
         whole.write("stack", &mut lines).expect("memory");
         String::from_utf8(lines).expect("UTF-8")
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn the_line_has_what_there_is() {
-        let mut whole = Whole {
+        let mut whole = ReportSummary {
             amount: Amount {
                 bytes: 5_242_880,
                 allocations: 1286,
@@ -77,7 +77,7 @@ mod tests {
             },
             groups: 14,
             shown: 10,
-            ..Whole::default()
+            ..ReportSummary::default()
         };
         assert_eq!(
             lines(&whole),
@@ -94,7 +94,7 @@ mod tests {
         );
         whole.amount.error_bytes = Some(0);
         assert!(!lines(&whole).contains("estimated"));
-        let one = Whole {
+        let one = ReportSummary {
             amount: Amount {
                 bytes: 1,
                 allocations: 1,
@@ -102,7 +102,7 @@ mod tests {
             },
             groups: 1,
             shown: 1,
-            ..Whole::default()
+            ..ReportSummary::default()
         };
         assert_eq!(
             lines(&one),

@@ -53,7 +53,7 @@ impl Accounting {
 
     /// Accounts for the machine's memory by the kernel's numbers of one moment.
     pub(crate) fn of(memory: &Values, counters: &Values, zoneinfo: &str, page_bytes: u64) -> Self {
-        let of = |name| memory.of(name);
+        let of = |name| memory.get_or_zero(name);
         let file = of("Cached") + of("Buffers");
         let lists = [
             "Active(anon)",
@@ -65,7 +65,7 @@ impl Accounting {
         let on_lists: u64 = lists.into_iter().map(of).sum();
         // Pages of the swap cache that no process has mapped are on the lists, but not in any other number.
         let unmapped = on_lists.saturating_sub(of("AnonPages") + file);
-        let compressed = counters.of("nr_zspages") * page_bytes;
+        let compressed = counters.get_or_zero("nr_zspages") * page_bytes;
         let parts = [
             ("free", of("MemFree")),
             (

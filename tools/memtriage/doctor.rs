@@ -10,7 +10,7 @@ use memtools::run::poll::Poller;
 use serde::Serialize;
 
 use crate::screen::{WIDTH, wrapped};
-use crate::siblings::beside;
+use crate::tools::tool_path;
 
 /// Name of the tasks that the tools trace: no task has this name, so that nothing is recorded.
 const NOBODY: &str = "memtools-doctor";
@@ -59,7 +59,7 @@ pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool>
     let mut all = true;
     output.header(HEADER)?;
     for (command, options) in CHECKS {
-        let stop = poller.look(None)?.stop;
+        let stop = poller.poll_now(None)?.stop;
         ensure!(
             !stop,
             "ended before {command} and the tools after it were run"
@@ -80,7 +80,7 @@ pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool>
 ///
 /// # Errors
 /// If a tool cannot run, with its messages.
-pub(crate) fn expect(commands: &[&str]) -> Result<()> {
+pub(crate) fn ensure_works(commands: &[&str]) -> Result<()> {
     for (command, options) in CHECKS {
         if commands.contains(&command) {
             let checked = run(command, options)?;
@@ -93,7 +93,7 @@ pub(crate) fn expect(commands: &[&str]) -> Result<()> {
 
 fn run(command: &'static str, options: &[&str]) -> Result<Checked> {
     let tool = command.split(' ').next().unwrap_or(command);
-    let program = beside(tool)?;
+    let program = tool_path(tool)?;
     let mut child = Command::new(&program);
     child.args(options);
     if options.ends_with(&["-c"]) {
@@ -129,7 +129,7 @@ impl Checked {
             if line.starts_with("libbpf: ") {
                 continue;
             }
-            let line = text::shown(line);
+            let line = text::display_name(line);
             if let Some(reason) = line.strip_prefix("  ") {
                 // An error repeats reasons that were printed before.
                 if !reason.starts_with(' ') && !checked.not_possible.iter().any(|one| one == reason)

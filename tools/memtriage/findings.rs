@@ -12,7 +12,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::Duration;
-use crate::processes::Usage;
+use crate::processes::ProcessUsage;
 use crate::who::Culprit;
 
 pub(crate) use evidence::Evidence;
@@ -63,7 +63,7 @@ struct Next {
 
 impl Next {
     /// Sets the target that --who traces.
-    fn by(self, culprit: Culprit) -> Self {
+    fn with_culprit(self, culprit: Culprit) -> Self {
         Self {
             culprit: Some(culprit),
             ..self
@@ -148,12 +148,12 @@ pub(crate) fn culprits(
 }
 
 /// Returns the command for a process that may leak.
-fn memleak_of(usage: &Usage) -> Next {
-    Next::from(format!("memleak -p {} 10", usage.pid)).by(Culprit::Process(usage.pid))
+fn memleak_of(usage: &ProcessUsage) -> Next {
+    Next::from(format!("memleak -p {} 10", usage.pid)).with_culprit(Culprit::Process(usage.pid))
 }
 
 /// Returns the level of a number that is worth a look from the threshold `look` on, and needs action from `act` on.
-fn above(number: f64, look: f64, act: f64) -> Level {
+fn level_from_thresholds(number: f64, look: f64, act: f64) -> Level {
     if number >= act {
         Level::Act
     } else if number >= look {

@@ -6,18 +6,18 @@ use std::io::{self, Write};
 use std::time::Instant;
 
 use memtools::print::output::Row;
-use memtools::process::container::{self, Home};
+use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 
-use crate::look::Look;
+use crate::look::Snapshot;
 use crate::screen::{change, size};
 
 /// Number of looks that are remembered, which is also the width of a sparkline.
 const LOOKS: usize = 30;
 /// Growth below which nothing is shown, in bytes.
-const LEAST: u64 = 1 << 20;
+const MIN_GROWTH: u64 = 1 << 20;
 /// Maximum number of rows.
-const MOST: usize = 5;
+const MAX_ROWS: usize = 5;
 /// Name of the part whose growth is not shown.
 const FREE: &str = "free";
 /// Bars of a sparkline, in eighths of a line's height.
@@ -25,7 +25,7 @@ const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█']
 
 /// Item whose size is remembered.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-enum What {
+enum ItemKey {
     Part(&'static str),
     /// Process by its pid and its start time, as pids are reused.
     Process(u32, u64),
@@ -35,7 +35,7 @@ enum What {
 /// Sizes of all items at the last looks.
 #[derive(Debug, Default)]
 pub(crate) struct Growth {
-    sizes: HashMap<What, Sizes>,
+    sizes: HashMap<ItemKey, Sizes>,
     looks: VecDeque<Instant>,
 }
 
@@ -48,20 +48,20 @@ struct Sizes {
 
 impl Growth {
     /// Adds the sizes of a look.
-    pub(crate) fn add(&mut self, look: &Look) {
+    pub(crate) fn add(&mut self, look: &Snapshot) {
         let parts = look.accounting.parts.iter();
         let parts = parts.filter(|part| part.name != FREE);
-        let parts = parts.map(|part| (What::Part(part.name), part.name, part.bytes));
+        let parts = parts.map(|part| (ItemKey::Part(part.name), part.name, part.bytes));
         let rest = u64::try_from(look.accounting.unaccounted()).unwrap_or(0);
-        let rest = [(What::Unaccounted, "unaccounted", rest)];
+        let rest = [(ItemKey::Unaccounted, "unaccounted", rest)];
         let processes = look.processes.iter().map(|usage| {
-            let what = What::Process(usage.pid, usage.started);
-            (what, usage.comm.as_str(), usage.own())
+            let what = ItemKey::Process(usage.pid, usage.started);
+            (what, usage.comm.as_str(), usage.anon_and_swap())
         });
         self.add_sizes(look.at, parts.chain(rest).chain(processes));
     }
 
-    fn add_sizes<'a>(&mut self, at: Instant, sizes: impl Iterator<Item = (What, &'a str, u64)>) {
+    fn add_sizes<'a>(&mut self, at: Instant, sizes: impl Iterator<Item = (ItemKey, &'a str, u64)>) {
         let mut before = std::mem::take(&mut self.sizes);
         for (what, name, bytes) in sizes {
             let mut kept = before.remove(&what).unwrap_or_default();
@@ -81,20 +81,22 @@ impl Growth {
     /// Returns the items that have grown most over the remembered looks, the largest growth first; with the column
     /// CONTAINER if that is asked for.
     pub(crate) fn rows(&self, container: bool) -> Vec<Growing> {
-        let row = |(what, sizes): (&What, &Sizes)| {
+        let row = |(what, sizes): (&ItemKey, &Sizes)| {
             let (first, last) = (*sizes.bytes.front()?, *sizes.bytes.back()?);
-            let growth_bytes = last.checked_sub(first).filter(|grown| *grown >= LEAST)?;
+            let growth_bytes = last
+                .checked_sub(first)
+                .filter(|grown| *grown >= MIN_GROWTH)?;
             let begun = self.looks.len().checked_sub(sizes.bytes.len())?;
             let seconds = *self.looks.back()? - *self.looks.get(begun)?;
             let (what, pid) = match what {
-                What::Process(pid, _) => ("process", Some(*pid)),
-                What::Part(_) | What::Unaccounted => ("part", None),
+                ItemKey::Process(pid, _) => ("process", Some(*pid)),
+                ItemKey::Part(_) | ItemKey::Unaccounted => ("part", None),
             };
             Some(Growing {
                 what,
                 name: sizes.name.clone(),
                 pid,
-                home: None,
+                cgroup_info: None,
                 container,
                 bytes: last,
                 growth_bytes,
@@ -107,9 +109,9 @@ impl Growth {
             let key = |row: &Growing| (Reverse(row.growth_bytes), row.name.clone(), row.pid);
             key(a).cmp(&key(b))
         });
-        rows.truncate(MOST);
+        rows.truncate(MAX_ROWS);
         for row in &mut rows {
-            row.home = row.pid.map(Home::of_process);
+            row.cgroup_info = row.pid.map(CgroupInfo::of_process);
         }
         rows
     }
@@ -127,7 +129,7 @@ pub(crate) struct Growing {
     pid: Option<u32>,
     /// Cgroup of the process. None for a part.
     #[serde(flatten)]
-    home: Option<Home>,
+    cgroup_info: Option<CgroupInfo>,
     /// Whether text has the column CONTAINER.
     #[serde(skip)]
     pub(crate) container: bool,
@@ -156,13 +158,13 @@ impl Row for Growing {
         };
         let growth = change(self.growth_bytes.try_into().unwrap_or(i64::MAX));
         let seconds = self.seconds.round();
-        let home = match &self.home {
-            Some(home) => container::column(Some(home).filter(|_| self.container)),
+        let cgroup_info = match &self.cgroup_info {
+            Some(cgroup_info) => container::column(Some(cgroup_info).filter(|_| self.container)),
             None => container::empty_column(self.container),
         };
         writeln!(
             out,
-            "{name:<28.28} {home}{:>8} {growth:>9} {seconds:>4} s  {}",
+            "{name:<28.28} {cgroup_info}{:>8} {growth:>9} {seconds:>4} s  {}",
             size(self.bytes),
             sparkline(&self.sizes)
         )
@@ -202,14 +204,14 @@ mod tests {
         let start = Instant::now();
         for look in 0..3 {
             let mut sizes = vec![
-                (What::Part("slab"), "slab", 100 * MB + look * MB),
-                (What::Process(7, 1), "java", 10 * MB + look * 4 * MB),
-                (What::Process(8, 1), "sh", 10 * MB - look),
+                (ItemKey::Part("slab"), "slab", 100 * MB + look * MB),
+                (ItemKey::Process(7, 1), "java", 10 * MB + look * 4 * MB),
+                (ItemKey::Process(8, 1), "sh", 10 * MB - look),
                 // Pid 9 is another process at each look.
-                (What::Process(9, look), "cc1", 10 * MB * (1 + look)),
+                (ItemKey::Process(9, look), "cc1", 10 * MB * (1 + look)),
             ];
             if look < 2 {
-                sizes.push((What::Process(6, 1), "gone", look * 100 * MB));
+                sizes.push((ItemKey::Process(6, 1), "gone", look * 100 * MB));
             }
             let at = start + Duration::from_secs(look);
             growth.add_sizes(at, sizes.into_iter());
@@ -225,7 +227,7 @@ mod tests {
         );
         let mut text = Vec::new();
         let mut rows = growth.rows(true);
-        rows[0].home = Some(Home::at(Some("/db.service".into())));
+        rows[0].cgroup_info = Some(CgroupInfo::at(Some("/db.service".into())));
         rows.iter()
             .try_for_each(|row| row.text(&mut text))
             .expect("memory");
@@ -255,7 +257,7 @@ mod tests {
         let looks = LOOKS as u64 + 11;
         for look in 0..looks {
             let at = start + Duration::from_secs(look);
-            let size = (What::Unaccounted, "unaccounted", look * MB);
+            let size = (ItemKey::Unaccounted, "unaccounted", look * MB);
             growth.add_sizes(at, [size].into_iter());
         }
         let rows = growth.rows(false);

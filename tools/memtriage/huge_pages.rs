@@ -18,7 +18,7 @@ use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 use serde::Serialize;
 
-use crate::processes::Usage;
+use crate::processes::ProcessUsage;
 use crate::screen::size;
 
 const PAGE: usize = 4096;
@@ -77,7 +77,7 @@ impl HugePages {
     }
 
     /// Describes the result, such as `512M in transparent huge pages, of which 98.4 % ± 1 % have only zeros`.
-    pub(crate) fn told(&self) -> String {
+    pub(crate) fn summary(&self) -> String {
         let percent = |bytes: u64| bytes as f64 * 100.0 / self.bytes.max(1) as f64;
         let error = match self.error_bytes {
             0 => String::new(),
@@ -99,7 +99,7 @@ pub(crate) struct Search {
 
 impl Search {
     /// Begins the search among the largest of these processes.
-    pub(crate) fn begin(processes: &[Usage]) -> Self {
+    pub(crate) fn begin(processes: &[ProcessUsage]) -> Self {
         let until = Instant::now() + TIME;
         let mut processes: Vec<(u64, u32)> = processes
             .iter()
@@ -111,7 +111,7 @@ impl Search {
         thread::spawn(move || {
             let huge = |pid: u32| {
                 let rollup = Values::read(format!("/proc/{pid}/smaps_rollup")).ok()?;
-                Some((rollup.of("AnonHugePages"), pid))
+                Some((rollup.get_or_zero("AnonHugePages"), pid))
             };
             let most = processes.into_iter().filter_map(|(_, pid)| huge(pid)).max();
             let found = most
@@ -132,7 +132,7 @@ impl Search {
 
 impl Row for HugePages {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(out, "\n{}", self.told())
+        writeln!(out, "\n{}", self.summary())
     }
 }
 
@@ -239,8 +239,8 @@ fn share_of_zeros(memory: &[u8]) -> f64 {
 }
 
 /// Whether transparent huge pages have a tenth of all memory by /proc/meminfo, which makes a search worthwhile.
-pub(crate) fn are_many(memory: &Values) -> bool {
-    memory.of("AnonHugePages") >= memory.of("MemTotal") / 10
+pub(crate) fn worth_searching(memory: &Values) -> bool {
+    memory.get_or_zero("AnonHugePages") >= memory.get_or_zero("MemTotal") / 10
 }
 
 #[cfg(test)]
@@ -294,7 +294,7 @@ mod tests {
         let all = HugePages::estimate(7, 4 * HUGE_PAGE, &[1.0, 0.5, 0.0, 0.5]);
         assert_eq!((all.zero_bytes, all.error_bytes), (2 * HUGE_PAGE, 0));
         assert_eq!(
-            all.told(),
+            all.summary(),
             "8.0M in transparent huge pages, of which 50.0 % have only zeros"
         );
         let some = HugePages::estimate(7, 400 * HUGE_PAGE, &[1.0, 0.5, 0.0, 0.5]);

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use memtools::bpf::kernel_support;
-use memtools::host::kernel_log::{self, Kill};
+use memtools::host::kernel_log::{self, OomKill};
 use memtools::host::memory_cgroups::MemoryCgroups;
 use memtools::host::mounts::{Mount, Mounts};
 use memtools::host::pressure::Pressure;
@@ -17,33 +17,33 @@ use nix::sys::statvfs::statvfs;
 
 use crate::accounting::Accounting;
 use crate::huge_pages::{self, HugePages, Search};
-use crate::nameless::{self, Nameless};
-use crate::processes::{self, Usage};
-use crate::whose::{By, Holders};
+use crate::processes::{self, ProcessUsage};
+use crate::rankings::{Holders, RankBy};
+use crate::unlinked::{self, UnlinkedFile};
 
 /// Counters in /proc/vmstat of pages that were read back from swap: from a device, and from zswap.
 pub(crate) const SWAP_INS: [&str; 2] = ["pswpin", "zswpin"];
 
 /// State of the machine at one moment.
-pub(crate) struct Look {
+pub(crate) struct Snapshot {
     pub(crate) at: Instant,
     pub(crate) memory: Values,
     pub(crate) counters: Values,
     pub(crate) accounting: Accounting,
-    pub(crate) processes: Vec<Usage>,
+    pub(crate) processes: Vec<ProcessUsage>,
     pub(crate) slabs: Slabinfo,
     pub(crate) groups: MemoryCgroups,
     /// Holders that --by asks for, if these are not processes.
     pub(crate) holders: Holders,
 }
 
-impl Look {
+impl Snapshot {
     /// Reads the state of the machine now.
     ///
     /// # Errors
     /// If /proc cannot be read, or `by` asks for numbers that this kernel does not provide, or only to root. Other
     /// numbers that only root may read are left out.
-    pub(crate) fn now(by: By) -> Result<Self> {
+    pub(crate) fn now(by: RankBy) -> Result<Self> {
         let memory = Values::read("/proc/meminfo")?;
         let counters = Values::read("/proc/vmstat")?;
         let zoneinfo = fs::read_to_string("/proc/zoneinfo").unwrap_or_default();
@@ -61,7 +61,7 @@ impl Look {
             counters,
             processes: processes::all(),
             slabs,
-            groups: MemoryCgroups::look(),
+            groups: MemoryCgroups::read(),
         })
     }
 }
@@ -71,25 +71,26 @@ impl Look {
 const LARGE_SHARE: u64 = 4;
 
 /// Data that can be judged without a second look.
-pub(crate) struct Surroundings {
+pub(crate) struct OneShotData {
     pub(crate) pressure: Option<Pressure>,
     /// None if the kernel's log may not be read.
-    pub(crate) kills: Option<Vec<Kill>>,
+    pub(crate) kills: Option<Vec<OomKill>>,
     /// System V segments that no process has attached.
     pub(crate) orphans: Orphans,
     /// Tmpfs that uses the most memory.
     pub(crate) tmpfs: Option<Tmpfs>,
     /// Largest file in memory without a name. Searched for only if shared memory is large.
-    pub(crate) nameless: Option<Nameless>,
+    pub(crate) nameless: Option<UnlinkedFile>,
     /// Transparent huge pages of the process that has most. Searched for only if the machine has many.
     pub(crate) huge_pages: Option<HugePages>,
 }
 
-impl Surroundings {
+impl OneShotData {
     /// Reads the surroundings of a look.
-    pub(crate) fn of(look: &Look) -> Self {
-        let huge_pages = huge_pages::are_many(&look.memory).then(|| Search::begin(&look.processes));
-        let shmem = look.memory.of("Shmem");
+    pub(crate) fn of(look: &Snapshot) -> Self {
+        let huge_pages =
+            huge_pages::worth_searching(&look.memory).then(|| Search::begin(&look.processes));
+        let shmem = look.memory.get_or_zero("Shmem");
         let is_large = shmem >= look.accounting.total / LARGE_SHARE;
         let segments = fs::read_to_string("/proc/sysvipc/shm").unwrap_or_default();
         Self {
@@ -97,7 +98,7 @@ impl Surroundings {
             kills: kernel_log::oom_kills(),
             orphans: Orphans::parse(&segments),
             tmpfs: fullest_tmpfs(&Mounts::now()),
-            nameless: is_large.then(nameless::largest).flatten(),
+            nameless: is_large.then(unlinked::largest).flatten(),
             huge_pages: huge_pages.and_then(Search::end),
         }
     }
@@ -203,7 +204,7 @@ mod tests {
 
     #[test]
     fn a_look_adds_up() {
-        let look = Look::now(By::Process).expect("/proc is there");
+        let look = Snapshot::now(RankBy::Process).expect("/proc is there");
         assert!(look.accounting.total > 0);
         assert!(
             look.processes

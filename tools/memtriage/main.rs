@@ -9,14 +9,14 @@ mod findings;
 mod growing;
 mod huge_pages;
 mod look;
-mod nameless;
 mod processes;
+mod rankings;
 mod record;
 mod screen;
-mod siblings;
 mod subject;
+mod tools;
+mod unlinked;
 mod who;
-mod whose;
 
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
@@ -34,11 +34,11 @@ use memtools::run::{cli, complete};
 
 use crate::findings::{Evidence, Level};
 use crate::growing::{Growing, Growth};
-use crate::look::{Look, Surroundings};
+use crate::look::{OneShotData, Snapshot};
+use crate::rankings::RankBy;
 use crate::screen::{Host, Table};
 use crate::subject::Subject;
 use crate::who::Culprit;
-use crate::whose::By;
 
 /// Time between the two looks if no interval is given: the shortest from which rates can be computed.
 const BETWEEN: Duration = Duration::from_millis(500);
@@ -118,8 +118,8 @@ struct Args {
     cgroup: Option<PathBuf>,
 
     /// Whose memory is shown
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = By::Process, conflicts_with_all = ["doctor", "record"])]
-    by: By,
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = RankBy::Process, conflicts_with_all = ["doctor", "record"])]
+    by: RankBy,
 
     /// Show this many processes, or what else is chosen by --by
     #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = cli::count::<usize>)]
@@ -165,7 +165,7 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(folder) = &args.record {
         let options = record::Options {
             folder,
-            above: args.above,
+            mark_percent: args.above,
             keep: args.keep,
             container: args.containers.container,
         };
@@ -192,7 +192,7 @@ fn run(args: Args) -> Result<ExitCode> {
         if schedule.wait(&mut poller)? {
             break;
         }
-        let now = Look::now(args.by)?;
+        let now = Snapshot::now(args.by)?;
         growth.add(&now);
         if redraws {
             output.raw(|out| write!(out, "{CLEAR}"))?;
@@ -220,8 +220,8 @@ fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// Reads the state of the machine for the first time, and says what is left out.
-fn first_look(by: By) -> Result<Look> {
-    let look = Look::now(by)?;
+fn first_look(by: RankBy) -> Result<Snapshot> {
+    let look = Snapshot::now(by)?;
     if let Some(remark) = look.groups.remark() {
         eprintln!("memtriage: {remark}");
     }
@@ -269,15 +269,15 @@ fn percent(text: &str) -> Result<f64, String> {
 fn report(
     args: &Args,
     output: &mut Output,
-    before: &Look,
-    now: &Look,
+    before: &Snapshot,
+    now: &Snapshot,
 ) -> Result<(Level, Vec<(&'static str, Culprit)>)> {
-    let around = Surroundings::of(now);
+    let around = OneShotData::of(now);
     let growth = processes::growth(&before.processes, &now.processes);
     let evidence = Evidence {
         before,
         now,
-        around: &around,
+        one_shot: &around,
         growth: &growth,
     };
     let findings = findings::judge(&evidence);

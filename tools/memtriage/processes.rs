@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use memtools::host::values::Values;
 use memtools::print::text;
-use memtools::process::container::Home;
+use memtools::process::container::CgroupInfo;
 use memtools::process::proc::{self, Stat};
 
-use crate::whose::By;
+use crate::rankings::RankBy;
 
 /// Number of processes whose proportional share is read: the kernel walks all page tables of a process for it, and
 /// holds its mmap_lock.
@@ -23,7 +23,7 @@ const PSS_TIME: Duration = Duration::from_millis(250);
 
 /// Process and its memory, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Usage {
+pub(crate) struct ProcessUsage {
     pub(crate) pid: u32,
     pub(crate) comm: String,
     /// Clock ticks from the boot of the machine to the start of the process: with `pid`, this identifies the process.
@@ -40,70 +40,70 @@ pub(crate) struct Usage {
     pub(crate) disk_reads: Option<u64>,
     /// Proportional share (PSS): shared pages are divided by the number of processes that share them.
     pub(crate) pss: Option<u64>,
-    /// Cgroup of the process. None until [`find_homes`] is called.
-    pub(crate) home: Option<Home>,
+    /// Cgroup of the process. None until [`find_cgroups`] is called.
+    pub(crate) cgroup_info: Option<CgroupInfo>,
 }
 
-impl Usage {
+impl ProcessUsage {
     pub(crate) fn rss(&self) -> u64 {
         self.anon + self.file + self.shmem
     }
 
     /// Returns the memory that only the process itself can give back: its anonymous memory, swapped out or not, which
     /// grows in a leak.
-    pub(crate) fn own(&self) -> u64 {
+    pub(crate) fn anon_and_swap(&self) -> u64 {
         self.anon + self.swap
     }
 }
 
 /// Reads all processes. A process that exits meanwhile is left out, and so are kernel threads, which have no memory.
-pub(crate) fn all() -> Vec<Usage> {
+pub(crate) fn all() -> Vec<ProcessUsage> {
     let pids = proc::all().unwrap_or_default();
     pids.into_iter().filter_map(look_at).collect()
 }
 
 /// Reads one process, with its proportional share if the kernel returns it in time.
-pub(crate) fn one(pid: u32) -> Option<Usage> {
+pub(crate) fn one(pid: u32) -> Option<ProcessUsage> {
     let mut process = [look_at(pid)?];
     add_pss(&mut process);
-    find_homes(&mut process);
+    find_cgroups(&mut process);
     let [usage] = process;
     Some(usage)
 }
 
-fn look_at(pid: u32) -> Option<Usage> {
+fn look_at(pid: u32) -> Option<ProcessUsage> {
     let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
     let status = Values::parse(&String::from_utf8_lossy(&read("status")?));
     let stat = Stat::read(format!("/proc/{pid}/stat")).ok()?;
     let comm = read("comm")?;
     status.get("VmRSS")?;
     let io = read("io").unwrap_or_default();
-    Some(Usage {
+    Some(ProcessUsage {
         pid,
         comm: text::escape_bytes(comm.strip_suffix(b"\n").unwrap_or(&comm)),
         started: stat.field(22)?,
         minor_faults: stat.field(10)?,
         major_faults: stat.field(12)?,
         disk_reads: Values::parse(&String::from_utf8_lossy(&io)).get("read_bytes"),
-        anon: status.of("RssAnon"),
-        file: status.of("RssFile"),
-        shmem: status.of("RssShmem"),
-        swap: status.of("VmSwap"),
+        anon: status.get_or_zero("RssAnon"),
+        file: status.get_or_zero("RssFile"),
+        shmem: status.get_or_zero("RssShmem"),
+        swap: status.get_or_zero("VmSwap"),
         pss: None,
-        home: None,
+        cgroup_info: None,
     })
 }
 
-/// Returns the bytes of [`Usage::own`] by which each process has grown or shrunk, by its pid.
-pub(crate) fn growth(before: &[Usage], now: &[Usage]) -> HashMap<u32, i64> {
+/// Returns the bytes of [`ProcessUsage::anon_and_swap`] by which each process has grown or shrunk, by its pid.
+pub(crate) fn growth(before: &[ProcessUsage], now: &[ProcessUsage]) -> HashMap<u32, i64> {
     let before: HashMap<_, _> = before
         .iter()
-        .map(|usage| ((usage.pid, usage.started), usage.own()))
+        .map(|usage| ((usage.pid, usage.started), usage.anon_and_swap()))
         .collect();
-    let grown = |usage: &Usage| {
+    let grown = |usage: &ProcessUsage| {
         let before = before.get(&(usage.pid, usage.started));
         let before = before.copied().unwrap_or_default();
-        usage.own().cast_signed() - before.cast_signed()
+        usage.anon_and_swap().cast_signed() - before.cast_signed()
     };
     now.iter().map(|usage| (usage.pid, grown(usage))).collect()
 }
@@ -111,18 +111,18 @@ pub(crate) fn growth(before: &[Usage], now: &[Usage]) -> HashMap<u32, i64> {
 /// Returns the largest processes by this measure, the largest first, with their proportional shares if the kernel
 /// returns them in time.
 pub(crate) fn largest(
-    mut processes: Vec<Usage>,
+    mut processes: Vec<ProcessUsage>,
     growth: &HashMap<u32, i64>,
-    by: By,
+    by: RankBy,
     top: usize,
-) -> Vec<Usage> {
-    let weight = |usage: &Usage| match by {
-        By::Swap => usage.swap.cast_signed(),
-        By::Growth => growth.get(&usage.pid).copied().unwrap_or_default(),
+) -> Vec<ProcessUsage> {
+    let weight = |usage: &ProcessUsage| match by {
+        RankBy::Swap => usage.swap.cast_signed(),
+        RankBy::Growth => growth.get(&usage.pid).copied().unwrap_or_default(),
         // A process without a known proportional share is ranked by its resident memory.
         _ => (usage.pss.unwrap_or(usage.rss()) + usage.swap).cast_signed(),
     };
-    let sort = |processes: &mut Vec<Usage>| {
+    let sort = |processes: &mut Vec<ProcessUsage>| {
         processes.sort_by_key(|usage| (Reverse(weight(usage)), usage.pid));
     };
     sort(&mut processes);
@@ -130,21 +130,21 @@ pub(crate) fn largest(
     add_pss(&mut processes);
     sort(&mut processes);
     processes.truncate(top);
-    find_homes(&mut processes);
+    find_cgroups(&mut processes);
     processes
 }
 
 /// Finds the cgroup of each process. The kernel takes a lock of all cgroups for each lookup, so only processes that
 /// are shown are looked up.
-pub(crate) fn find_homes(processes: &mut [Usage]) {
+pub(crate) fn find_cgroups(processes: &mut [ProcessUsage]) {
     for usage in processes {
-        usage.home = Some(Home::of_process(usage.pid));
+        usage.cgroup_info = Some(CgroupInfo::of_process(usage.pid));
     }
 }
 
 /// Reads proportional shares in a thread, as a process with many mappings can keep it for seconds. The thread ends
 /// once it has read all shares, or the first one after [`PSS_TIME`].
-fn add_pss(processes: &mut [Usage]) {
+fn add_pss(processes: &mut [ProcessUsage]) {
     let pids: Vec<u32> = processes.iter().map(|usage| usage.pid).collect();
     let (sender, answers) = channel();
     thread::spawn(move || {
@@ -169,12 +169,12 @@ fn add_pss(processes: &mut [Usage]) {
 mod tests {
     use super::*;
 
-    fn usage(pid: u32, started: u64, anon: u64) -> Usage {
-        Usage {
+    fn usage(pid: u32, started: u64, anon: u64) -> ProcessUsage {
+        ProcessUsage {
             pid,
             started,
             anon,
-            ..Usage::default()
+            ..ProcessUsage::default()
         }
     }
 
@@ -195,9 +195,9 @@ mod tests {
         assert!(!own.comm.is_empty());
         let both = || vec![usage(1, 0, 1), own.clone()];
         let grown = HashMap::from([(1, 7), (own.pid, -7)]);
-        let top = largest(both(), &grown, By::Process, 1);
+        let top = largest(both(), &grown, RankBy::Process, 1);
         assert_eq!(top[0].pid, own.pid);
-        assert_eq!(largest(both(), &grown, By::Growth, 1)[0].pid, 1);
+        assert_eq!(largest(both(), &grown, RankBy::Growth, 1)[0].pid, 1);
         assert!(
             top[0]
                 .pss

@@ -3,7 +3,7 @@
 //! kernel kills.
 
 mod kills;
-mod mark;
+mod oom_domain;
 mod report;
 mod tracing;
 
@@ -23,7 +23,7 @@ use memtools::run::protect;
 use serde::Serialize;
 
 use crate::doctor;
-use crate::record::mark::{History, MemoryPlace, Sight};
+use crate::record::oom_domain::{History, MemorySnapshot, OomDomain};
 use crate::record::report::{KillReport, ReportFolder};
 use crate::record::tracing::Tracing;
 
@@ -33,7 +33,7 @@ const LOOK: Duration = Duration::from_secs(1);
 /// thousandth of one CPU.
 const REST: u32 = 3000;
 /// Maximum time between two looks.
-const MOST_REST: Duration = Duration::from_secs(60);
+const MAX_REST: Duration = Duration::from_secs(60);
 /// Stall time and window of the memory pressure that triggers a look at once: a tenth of a window, which without
 /// CAP_SYS_RESOURCE has to be two seconds.
 const PRESSURE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
@@ -47,7 +47,7 @@ pub(crate) struct Options<'a> {
     /// Folder for the reports.
     pub(crate) folder: &'a Path,
     /// The mark from which on processes are traced, in percent.
-    pub(crate) above: f64,
+    pub(crate) mark_percent: f64,
     /// Number of reports that are kept.
     pub(crate) keep: usize,
     /// Whether text shows the container of a process.
@@ -60,7 +60,7 @@ pub(crate) struct Options<'a> {
 /// If the folder cannot be written to, or is not safe from others, or a tool that is needed cannot run.
 pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output) -> Result<bool> {
     let mut recorder = Recorder::new(options)?;
-    doctor::expect(&["memleak", "oomkill"])?;
+    doctor::ensure_works(&["memleak", "oomkill"])?;
     let (stalled, window) = PRESSURE;
     let trigger = Trigger::some("/proc/pressure/memory", stalled, window);
     let mut poller = poller;
@@ -69,11 +69,11 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
         Err(error) => eprintln!("memtriage: {error:#}; looks are taken by the clock alone"),
     }
     // Processes that are started from now on inherit the protection.
-    protect::from_lack_of_memory("memtriage");
+    protect::protect_from_oom("memtriage");
     eprintln!(
         "memtriage: nothing is traced until {} % of the machine's memory, or of a cgroup's limit, are used; \
          Ctrl-C to end",
-        options.above
+        options.mark_percent
     );
     loop {
         let start = Instant::now();
@@ -96,21 +96,21 @@ struct Recorder {
     history: History,
     /// None while nothing is traced.
     tracing: Option<Tracing>,
-    unseen: Unseen,
+    unseen: UnreportedKills,
     /// Time since which much less than the mark has been used.
     calm_since: Option<Instant>,
-    before: Option<Sight>,
+    before: Option<MemorySnapshot>,
 }
 
 impl Recorder {
     fn new(options: &Options<'_>) -> Result<Self> {
         Ok(Self {
-            above: options.above,
+            above: options.mark_percent,
             reports: ReportFolder::into(prepared(options.folder)?, options.keep, options.container),
             container: options.container,
             history: History::default(),
             tracing: None,
-            unseen: Unseen::since(Sight::now()?.kills()),
+            unseen: UnreportedKills::since(MemorySnapshot::now()?.kills()),
             calm_since: None,
             before: None,
         })
@@ -118,7 +118,7 @@ impl Recorder {
 
     /// Looks at the machine, begins or ends tracing, and writes reports. Returns the time until the next look.
     fn look(&mut self, start: Instant, output: &mut Output) -> Result<Duration> {
-        let sight = Sight::now()?;
+        let sight = MemorySnapshot::now()?;
         let cost = start.elapsed();
         if let Some(remark) = sight.new_remark(self.before.as_ref()) {
             eprintln!("memtriage: {remark}");
@@ -146,7 +146,7 @@ impl Recorder {
     }
 
     /// Begins to trace, as the mark was passed.
-    fn arm(&mut self, place: MemoryPlace, percent: f64, output: &mut Output) -> Result<()> {
+    fn arm(&mut self, place: OomDomain, percent: f64, output: &mut Output) -> Result<()> {
         match Tracing::start(place) {
             Ok(started) => {
                 output.row(&Passed::Armed(Used::now(started.place(), percent)))?;
@@ -165,7 +165,7 @@ impl Recorder {
             return Ok(());
         };
         let batch = tracing.kills();
-        self.unseen.told(batch.processes());
+        self.unseen.mark_reported(batch.processes());
         for kill in batch.kills {
             let report = KillReport::of(kill, self.above, &self.history, tracing);
             // A disk that is full now may have space for the next report.
@@ -185,7 +185,7 @@ impl Recorder {
     fn disarm_if_calm(
         &mut self,
         start: Instant,
-        sight: &Sight,
+        sight: &MemorySnapshot,
         percent: f64,
         output: &mut Output,
     ) -> Result<()> {
@@ -193,7 +193,7 @@ impl Recorder {
         self.calm_since = is_calm.then(|| self.calm_since.unwrap_or(start));
         // A kill that oomkill reports after the tracing leaves no report.
         let wait = if self.unseen.awaits(sight.kills()) {
-            tracing::KEPT
+            tracing::EXITED_RETENTION
         } else {
             CALM
         };
@@ -209,7 +209,7 @@ impl Recorder {
 /// Returns the time between two looks while nothing is traced. `cost` is the time that a look takes, `until` the
 /// predicted time until the mark is passed.
 fn rest(cost: Duration, until: Option<Duration>) -> Duration {
-    let rest = (cost * REST).min(MOST_REST);
+    let rest = (cost * REST).min(MAX_REST);
     let foreseen = until.map_or(rest, |until| until / 2);
     rest.min(foreseen).max(LOOK)
 }
@@ -239,18 +239,18 @@ fn prepared(folder: &Path) -> Result<PathBuf> {
 
 /// Counter of kills without a report: those that came while nothing was traced or before the hook was attached, or
 /// that oomkill has not reported yet.
-struct Unseen {
+struct UnreportedKills {
     /// The kernel's count when all kills were accounted for, plus the kills that were reported since.
     kills: u64,
 }
 
-impl Unseen {
+impl UnreportedKills {
     fn since(kills: u64) -> Self {
         Self { kills }
     }
 
     /// Accounts for kills that oomkill has reported, with the processes that were killed along.
-    fn told(&mut self, kills: u64) {
+    fn mark_reported(&mut self, kills: u64) {
         self.kills += kills;
     }
 
@@ -286,12 +286,12 @@ struct Used<'a> {
     #[serde(serialize_with = "clock::serialize")]
     time: Zoned,
     #[serde(flatten)]
-    place: &'a MemoryPlace,
+    place: &'a OomDomain,
     percent: f64,
 }
 
 impl<'a> Used<'a> {
-    fn now(place: &'a MemoryPlace, percent: f64) -> Self {
+    fn now(place: &'a OomDomain, percent: f64) -> Self {
         Self {
             time: clock::now(),
             place,
@@ -355,9 +355,9 @@ mod tests {
 
     #[test]
     fn kills_without_a_report_are_told_once() {
-        let mut unseen = Unseen::since(5);
+        let mut unseen = UnreportedKills::since(5);
         assert_eq!(unseen.missed(5), None);
-        unseen.told(1);
+        unseen.mark_reported(1);
         let missed = unseen.missed(9).map(|missed| missed.kills);
         assert_eq!(missed, Some(3));
         assert_eq!(unseen.missed(9), None);
@@ -365,9 +365,9 @@ mod tests {
 
     #[test]
     fn kills_are_awaited_until_they_are_told() {
-        let mut unseen = Unseen::since(5);
+        let mut unseen = UnreportedKills::since(5);
         assert!(!unseen.awaits(5) && unseen.awaits(7));
-        unseen.told(2);
+        unseen.mark_reported(2);
         assert!(!unseen.awaits(7) && unseen.awaits(8));
     }
 

@@ -10,12 +10,12 @@ use memtools::host::memory_cgroups;
 use memtools::host::values::Values;
 use memtools::print::clock;
 use memtools::print::output::Row;
-use memtools::process::container::{self, Home};
+use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 
 use crate::accounting::{Accounting, MemoryPart};
 use crate::findings::{Finding, Level};
-use crate::processes::Usage;
+use crate::processes::ProcessUsage;
 
 /// Share below which parts of memory are shown together, without --all.
 const SMALL_PERCENT: f64 = 0.5;
@@ -67,9 +67,9 @@ impl Host {
             time: clock::now(),
             release: release.trim_end().to_owned(),
             cpus: thread::available_parallelism().map_or(1, Into::into),
-            memory_bytes: memory.of("MemTotal"),
+            memory_bytes: memory.get_or_zero("MemTotal"),
             limit_bytes: memory_cgroups::root_limit(),
-            swap_bytes: memory.of("SwapTotal"),
+            swap_bytes: memory.get_or_zero("SwapTotal"),
             seconds: since.as_secs_f64(),
         }
     }
@@ -215,7 +215,7 @@ pub(crate) struct ProcessRow<'a> {
     pid: u32,
     comm: &'a str,
     #[serde(flatten)]
-    home: Option<&'a Home>,
+    cgroup_info: Option<&'a CgroupInfo>,
     pss_bytes: Option<u64>,
     anon_bytes: u64,
     file_bytes: u64,
@@ -236,11 +236,11 @@ impl<'a> ProcessRow<'a> {
         )
     }
 
-    pub(crate) fn new(usage: &'a Usage, growth: i64, container: bool) -> Self {
+    pub(crate) fn new(usage: &'a ProcessUsage, growth: i64, container: bool) -> Self {
         Self {
             pid: usage.pid,
             comm: &usage.comm,
-            home: usage.home.as_ref(),
+            cgroup_info: usage.cgroup_info.as_ref(),
             container,
             pss_bytes: usage.pss,
             anon_bytes: usage.anon,
@@ -259,7 +259,7 @@ impl Row for ProcessRow<'_> {
             "{:<7} {:<16} {}{:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
             self.pid,
             self.comm,
-            container::column(self.home.filter(|_| self.container)),
+            container::column(self.cgroup_info.filter(|_| self.container)),
             self.pss_bytes.map_or("-".into(), size),
             size(self.anon_bytes),
             size(self.file_bytes),

@@ -26,7 +26,7 @@ use memtools::run::poll::Poller;
 use crate::Schedule;
 use crate::accounting::Accounting;
 use crate::huge_pages::HugePages;
-use crate::processes::{self, Usage};
+use crate::processes::{self, ProcessUsage};
 use crate::screen::{Host, ProcessRow, Table};
 
 /// Process or cgroup whose memory is shown.
@@ -37,11 +37,11 @@ pub(crate) enum Subject {
 }
 
 /// State of a subject at one moment.
-struct Seen {
+struct SubjectSnapshot {
     at: Instant,
     accounting: Accounting,
     /// Total memory of a process, and the memory of each mapping. None for a cgroup.
-    process: Option<(Usage, Vec<MappedMemory>)>,
+    process: Option<(ProcessUsage, Vec<MappedMemory>)>,
 }
 
 /// Prints the accounting of the subject's memory once, or as often as is scheduled, until a signal or the exit of the
@@ -104,7 +104,7 @@ impl Subject {
         }
     }
 
-    fn look(&self) -> Result<Seen> {
+    fn look(&self) -> Result<SubjectSnapshot> {
         match self {
             Self::Process(process) => {
                 let pid = process.pid();
@@ -113,7 +113,7 @@ impl Subject {
                 let usage = processes::one(pid).with_context(|| {
                     format!("process {pid} has exited, or is a thread of the kernel, which has no memory of its own")
                 })?;
-                Ok(Seen {
+                Ok(SubjectSnapshot {
                     at: Instant::now(),
                     accounting: of_process(&status, &mappings, &SharedFiles::of(pid), &stacks(pid)),
                     process: Some((usage, mappings)),
@@ -123,7 +123,7 @@ impl Subject {
                 let current = memory_cgroups::current(folder).context("the cgroup is gone")?;
                 let stat = Values::read(folder.join("memory.stat"))?;
                 let kernel = memory_cgroups::kernel_of_version_1(folder);
-                Ok(Seen {
+                Ok(SubjectSnapshot {
                     at: Instant::now(),
                     accounting: of_cgroup(current, &stat, kernel),
                     process: None,
@@ -134,8 +134,8 @@ impl Subject {
 
     fn print(
         &self,
-        before: &Seen,
-        now: &Seen,
+        before: &SubjectSnapshot,
+        now: &SubjectSnapshot,
         (all, container): (bool, bool),
         output: &mut Output,
     ) -> Result<()> {
@@ -150,8 +150,11 @@ impl Subject {
         let Some((usage, mappings)) = &now.process else {
             return Ok(());
         };
-        let earlier = before.process.as_ref().map_or(0, |(usage, _)| usage.own());
-        let growth = usage.own().cast_signed() - earlier.cast_signed();
+        let earlier = before
+            .process
+            .as_ref()
+            .map_or(0, |(usage, _)| usage.anon_and_swap());
+        let growth = usage.anon_and_swap().cast_signed() - earlier.cast_signed();
         output.header(&ProcessRow::header(container))?;
         output.row(&ProcessRow::new(usage, growth, container))?;
         match HugePages::of(usage.pid, mappings) {
@@ -230,7 +233,7 @@ fn of_process(
             anonymous += one.resident;
         }
     }
-    let of = |name| status.of(name);
+    let of = |name| status.get_or_zero(name);
     Accounting::new(
         "resident, swapped, tables",
         of("VmRSS") + of("VmSwap") + of("HugetlbPages") + of("VmPTE"),
@@ -251,7 +254,7 @@ fn of_process(
 /// Accounts for the memory of a cgroup. `kernel` is the kernel's memory, in bytes, of a cgroup of version 1, whose
 /// memory.stat lacks it.
 fn of_cgroup(current: u64, stat: &Values, kernel: Option<u64>) -> Accounting {
-    let of = |name| stat.of(name);
+    let of = |name| stat.get_or_zero(name);
     if let Some(kernel) = kernel {
         let parts = [
             ("anonymous", of("total_rss")),

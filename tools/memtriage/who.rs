@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use memtools::export::earlier::Earlier;
+use memtools::export::saved_profile::SavedProfile;
 use memtools::print::output::{Output, Row};
 use memtools::process::container;
 use memtools::process::proc::Process;
@@ -14,14 +14,14 @@ use nix::sys::signal::Signal;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::siblings::{self, LAST_CHANCE, Question, Run, Unit, Whose};
+use crate::tools::{self, KILL_TIMEOUT, Run, ToolSpec, ToolTarget, Unit};
 
 /// Limit on the tools that run at once: the machine is short of memory already.
-const MOST_TOOLS: usize = 3;
+const MAX_TOOLS: usize = 3;
 /// Number of stacks that are shown of each tool.
-const MOST_STACKS: usize = 3;
+const MAX_STACKS: usize = 3;
 /// Number of frames of a stack that text shows, from the innermost on.
-const MOST_FRAMES: usize = 16;
+const MAX_FRAMES: usize = 16;
 
 /// Target that can be traced to explain a finding.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,39 +43,41 @@ pub(crate) enum Culprit {
 }
 
 impl Culprit {
-    fn question(&self, seconds: Duration) -> Question {
+    fn question(&self, seconds: Duration) -> ToolSpec {
         let seconds = seconds.as_secs_f64().to_string();
         let words = |words: &[&str]| words.iter().map(ToString::to_string).collect();
-        let faults = |whose: &[&str], of| Question {
+        let faults = |whose: &[&str], of| ToolSpec {
             tool: "faults",
             args: words(&[&["--bytes"], whose, &["-d", &seconds]].concat()),
             value: ("space", Unit::Bytes),
-            of,
+            target: of,
         };
-        let memleak = |what| Question {
+        let memleak = |what| ToolSpec {
             tool: "memleak",
             args: words(&["-k", what, "--mem-limit", "128M", &seconds, "1"]),
             value: ("inuse_space", Unit::Bytes),
-            of: Whose::default(),
+            target: ToolTarget::default(),
         };
         match self {
-            Self::Process(pid) => faults(&["-p", &pid.to_string()], Whose::process(*pid, None)),
+            Self::Process(pid) => {
+                faults(&["-p", &pid.to_string()], ToolTarget::process(*pid, None))
+            }
             Self::Cgroup(folder, path) => {
-                let whose = Whose::cgroup(path.clone());
+                let whose = ToolTarget::cgroup(path.clone());
                 faults(&["--cgroup", &folder.to_string_lossy()], whose)
             }
-            Self::Processes => faults(&[], Whose::default()),
-            Self::Reclaimers => Question {
+            Self::Processes => faults(&[], ToolTarget::default()),
+            Self::Reclaimers => ToolSpec {
                 tool: "drsnoop",
                 args: words(&["--memcg", "--stack", "-d", &seconds]),
                 value: ("delay", Unit::Nanoseconds),
-                of: Whose::default(),
+                target: ToolTarget::default(),
             },
-            Self::Readers => Question {
+            Self::Readers => ToolSpec {
                 tool: "faults",
                 args: words(&["-M", "-d", &seconds]),
                 value: ("faults", Unit::Count),
-                of: Whose::default(),
+                target: ToolTarget::default(),
             },
             Self::KernelPages => memleak("--pages"),
             Self::KernelSlabs => memleak("--slab"),
@@ -95,7 +97,7 @@ pub(crate) fn ask(
     poller: Poller<'_>,
     output: &mut Output,
 ) -> Result<()> {
-    let mut asked: Vec<(Question, Vec<&'static str>)> = Vec::new();
+    let mut asked: Vec<(ToolSpec, Vec<&'static str>)> = Vec::new();
     for (rule, culprit) in culprits {
         let question = culprit.question(seconds);
         match asked.iter_mut().find(|(other, _)| *other == question) {
@@ -103,7 +105,7 @@ pub(crate) fn ask(
             None => asked.push((question, vec![rule])),
         }
     }
-    let left_out = asked.split_off(asked.len().min(MOST_TOOLS));
+    let left_out = asked.split_off(asked.len().min(MAX_TOOLS));
     if asked.is_empty() {
         eprintln!(
             "memtriage: nothing was found that stacks could explain, and no process grows by 1 MiB a second"
@@ -112,7 +114,7 @@ pub(crate) fn ask(
     }
     for (question, rules) in left_out {
         let (rules, command) = (rules.join(", "), question.command());
-        eprintln!("memtriage: not run, after {MOST_TOOLS} others: {command} (for {rules})");
+        eprintln!("memtriage: not run, after {MAX_TOOLS} others: {command} (for {rules})");
     }
 
     let folder = tempfile::tempdir().context("failed to make a folder for profiles")?;
@@ -134,7 +136,7 @@ pub(crate) fn ask(
     wait_for(&processes, poller)?;
     for ((question, rules), run) in asked.iter().zip(started) {
         let outcome = run.and_then(Run::end);
-        output.row(&Answer::of(rules, question, &outcome, container))?;
+        output.row(&ToolResult::target(rules, question, &outcome, container))?;
     }
     output.flush()
 }
@@ -143,7 +145,7 @@ pub(crate) fn ask(
 fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> {
     let signal_all = |signal| {
         for process in processes {
-            siblings::signal(process.pid(), signal);
+            tools::signal(process.pid(), signal);
         }
     };
     for process in processes {
@@ -157,7 +159,7 @@ fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> 
             deadline = None;
         } else if wake.stop && deadline.is_none() {
             signal_all(Signal::SIGINT);
-            deadline = Some(Instant::now() + LAST_CHANCE);
+            deadline = Some(Instant::now() + KILL_TIMEOUT);
         }
     }
     Ok(())
@@ -166,12 +168,12 @@ fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> 
 /// Answer of a tool.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "who")]
-pub(crate) struct Answer<'a> {
+pub(crate) struct ToolResult<'a> {
     /// Rules whose findings the tool was run for.
     rules: &'a [&'static str],
     command: String,
     #[serde(flatten)]
-    of: &'a Whose,
+    of: &'a ToolTarget,
     /// Whether text shows the container.
     #[serde(skip)]
     container: bool,
@@ -194,13 +196,13 @@ struct Stack<'a> {
     frames: &'a [String],
 }
 
-impl<'a> Answer<'a> {
+impl<'a> ToolResult<'a> {
     /// Makes the answer of a tool that was run for these rules: the largest stacks of its profile, or the reason why
     /// there is none. `container`: whether text shows the container.
-    pub(crate) fn of(
+    pub(crate) fn target(
         rules: &'a [&'static str],
-        question: &'a Question,
-        outcome: &'a Result<(Earlier, Option<Value>)>,
+        question: &'a ToolSpec,
+        outcome: &'a Result<(SavedProfile, Option<Value>)>,
         container: bool,
     ) -> Self {
         let (kind, unit) = question.value;
@@ -208,7 +210,7 @@ impl<'a> Answer<'a> {
             Ok((profile, _)) => (Some(profile), None),
             Err(error) => (None, Some(format!("{error:#}"))),
         };
-        let largest = profile.and_then(|profile| profile.largest(kind, MOST_STACKS));
+        let largest = profile.and_then(|profile| profile.largest(kind, MAX_STACKS));
         let (stacks, sum) = largest.unwrap_or_default();
         let stacks = stacks.into_iter().map(|(names, value)| Stack {
             comm: &names.comm,
@@ -218,7 +220,7 @@ impl<'a> Answer<'a> {
         Self {
             rules,
             command: question.command(),
-            of: &question.of,
+            of: &question.target,
             container,
             unit,
             sum,
@@ -229,9 +231,9 @@ impl<'a> Answer<'a> {
     }
 }
 
-impl Row for Answer<'_> {
+impl Row for ToolResult<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        let inside = container::inside(self.of.home().filter(|_| self.container));
+        let inside = container::inside(self.of.cgroup_info().filter(|_| self.container));
         let (rules, command) = (self.rules.join(", "), &self.command);
         writeln!(out, "\nwho   {rules}{inside}: {command}")?;
         match &self.error {
@@ -254,11 +256,11 @@ impl Row for Answer<'_> {
         {
             let (value, sum) = (self.unit.text(*value), self.unit.text(self.sum));
             writeln!(out, "      {value} of {sum}: {comm}")?;
-            for frame in frames.iter().take(MOST_FRAMES) {
+            for frame in frames.iter().take(MAX_FRAMES) {
                 writeln!(out, "        {frame}")?;
             }
-            if frames.len() > MOST_FRAMES {
-                writeln!(out, "        ... {} more", frames.len() - MOST_FRAMES)?;
+            if frames.len() > MAX_FRAMES {
+                writeln!(out, "        ... {} more", frames.len() - MAX_FRAMES)?;
             }
         }
         Ok(())
@@ -296,8 +298,8 @@ mod tests {
     #[test]
     fn an_answer_tells_stacks_losses_and_reasons() {
         let frames: Vec<String> = (0..18).map(|number| format!("f{number}")).collect();
-        let whose = Whose::cgroup("/system.slice/db.service".into());
-        let mut answer = Answer {
+        let whose = ToolTarget::cgroup("/system.slice/db.service".into());
+        let mut answer = ToolResult {
             rules: &["slab", "vmalloc"],
             command: "memleak -k".into(),
             of: &whose,
@@ -312,7 +314,7 @@ mod tests {
             lost: Some(serde_json::json!({"events": 7, "stacks": 0})),
             error: None,
         };
-        let text = |answer: &Answer<'_>| {
+        let text = |answer: &ToolResult<'_>| {
             let mut out = Vec::new();
             answer.text(&mut out).expect("memory");
             String::from_utf8(out).expect("text")
@@ -335,7 +337,7 @@ mod tests {
             shown.starts_with("\nwho   slab, vmalloc in db: memleak -k\n"),
             "{shown}"
         );
-        let many = Whose::default();
+        let many = ToolTarget::default();
         answer.of = &many;
         assert!(!text(&answer).contains(" in "));
         answer.stacks.clear();

@@ -86,7 +86,7 @@ pub(crate) struct Args {
 impl Args {
     /// Whether any output needs stacks.
     pub(crate) fn with_stacks(&self) -> bool {
-        self.stack || self.folded || self.export.any()
+        self.stack || self.folded || self.export.is_enabled()
     }
 
     pub(crate) fn format(&self) -> Format {

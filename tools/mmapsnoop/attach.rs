@@ -6,8 +6,8 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::attach;
 use memtools::process::container;
 use memtools::process::filter::Filter;
-use memtools::run::skeleton::StackRoom;
-use memtools::stacks::table::FIRST_OF_EVENTS;
+use memtools::run::skeleton::StackCapacity;
+use memtools::stacks::table::INITIAL_EVENT_ENTRIES;
 
 use crate::args::Args;
 use crate::bpf;
@@ -18,7 +18,7 @@ const COMPAT: &str = "compat_exit";
 
 /// Loads the programs that the options ask for.
 pub(crate) fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
-    let stacks = StackRoom::of(FIRST_OF_EVENTS).if_wanted(args.with_stacks());
+    let stacks = StackCapacity::of(INITIAL_EVENT_ENTRIES).if_wanted(args.with_stacks());
     let mut open = bpf::prepare(filter, stacks, args.unwind)?;
     let wanted = args.containers.wanted(args.common.json);
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
@@ -39,9 +39,10 @@ pub(crate) fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
 /// Attaches the loaded programs.
 pub(crate) fn start(skel: &mut Loaded, args: &Args) -> Result<Vec<Link>> {
     let object = skel.object_mut();
-    let mut links = attach::system_calls(object, args.programs(), args.programs_on_functions())?;
+    let mut links =
+        attach::attach_syscall_programs(object, args.programs(), args.programs_on_functions())?;
     if args.compat {
-        links.extend(attach::by_name(object, &[COMPAT])?);
+        links.extend(attach::attach_by_name(object, &[COMPAT])?);
     }
     Ok(links)
 }

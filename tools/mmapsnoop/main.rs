@@ -16,7 +16,7 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::attach::capture_log;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
-use memtools::process::filter::Tasks;
+use memtools::process::filter::TaskKind;
 use memtools::run::cli;
 use memtools::run::losses::Losses;
 use memtools::run::target::Target;
@@ -25,7 +25,7 @@ use memtools::stacks::unwind::Unwinder;
 
 use crate::args::Args;
 use crate::row::Record;
-use crate::tracer::Tracer;
+use crate::tracer::Printer;
 
 memtools::skeleton!("mmapsnoop", MmapsnoopSkelBuilder, stacks: unwound, plain: [event]);
 
@@ -39,7 +39,7 @@ fn run(args: Args) -> Result<ExitCode> {
     capture_log(args.common.verbose);
     let exports = args.export.prepare("mmapsnoop", args.target.to_string())?;
     let (mut poller, output) = args.common.start_as("mmapsnoop", args.format())?;
-    let mut target = Target::choose(&args.target, Tasks::Programs)?;
+    let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     let mut skel = attach::load(&args, target.filter())?;
     let symbolizer = args
         .with_stacks()
@@ -55,7 +55,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let names = unwinder.as_ref().and_then(Unwinder::names);
     let mut stacks = EventStacks::new(memtools::stack_maps!(skel), symbolizer)?;
     let mappings = stacks.begin(names)?;
-    let mut tracer = Tracer::new(&args, &skel, stacks, output, exports);
+    let mut tracer = Printer::new(&args, &skel, stacks, output, exports);
     tracer.exports.begin();
     eprintln!("mmapsnoop: tracing mmap(2)... Ctrl-C to end");
     tracer.output.header(&tracer.columns.header())?;
@@ -69,8 +69,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |records| tracer.take(records))?;
     tracer.fold()?;
-    tracer.stacks.tell_losses("mmapsnoop");
-    Losses::tell_with_stacks(
+    tracer.stacks.report_losses("mmapsnoop");
+    Losses::report_with_unwinder(
         "mmapsnoop",
         skel.object(),
         target.filter(),

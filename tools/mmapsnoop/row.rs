@@ -7,12 +7,12 @@ use std::rc::Rc;
 use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
 use memtools::print::errno;
-use memtools::print::file_path::{self, Reach};
+use memtools::print::file_path::{self, PathExtent};
 use memtools::print::output;
 use memtools::print::output::{Exact, Hex};
 use memtools::print::text;
-use memtools::print::timeline::Moment;
-use memtools::process::container::{self, Home};
+use memtools::print::timeline::TimelineEntry;
+use memtools::process::container::{self, CgroupInfo};
 use memtools::process::origin::Origin;
 use memtools::stacks::named::NamedStack;
 use serde::Serialize;
@@ -34,9 +34,9 @@ impl Record {
         let names = names.get(..event.file_bytes as usize)?;
         let file = match event.file {
             FileKind::FILE_NAME => Some(file_path::name(names)),
-            FileKind::FILE_PATH => Some(file_path::path(names, Reach::Root)),
-            FileKind::FILE_PATH_CUT => Some(file_path::path(names, Reach::Cut)),
-            FileKind::FILE_PATH_IN_NO_FOLDER => Some(file_path::path(names, Reach::NoFolder)),
+            FileKind::FILE_PATH => Some(file_path::path(names, PathExtent::Complete)),
+            FileKind::FILE_PATH_CUT => Some(file_path::path(names, PathExtent::Truncated)),
+            FileKind::FILE_PATH_IN_NO_FOLDER => Some(file_path::path(names, PathExtent::Unlinked)),
             _ => None,
         };
         Some(Self {
@@ -143,7 +143,7 @@ pub(crate) struct Row {
 impl Row {
     pub(crate) fn new(
         record: Record,
-        home: Option<Home>,
+        cgroup_info: Option<CgroupInfo>,
         stack: Option<Rc<NamedStack>>,
         clock: &Clock,
         columns: Columns,
@@ -156,7 +156,7 @@ impl Row {
                 clock.local(event.time_ns),
                 (event.pid, event.tid),
                 &event.comm,
-                home,
+                cgroup_info,
             ),
             call: "munmap",
             address: Hex(address),
@@ -227,7 +227,11 @@ impl output::Row for Row {
             write!(out, "{:<8} ", clock::time_of_day(&self.origin.time))?;
         }
         write!(out, "{:<6} {:<14.14} ", self.origin.pid, self.origin.comm)?;
-        write!(out, "{}", container::column(self.origin.home.as_ref()))?;
+        write!(
+            out,
+            "{}",
+            container::column(self.origin.cgroup_info.as_ref())
+        )?;
         if self.columns.call {
             write!(out, "{:<6} {:<14} ", self.call, self.address)?;
         }
@@ -258,7 +262,7 @@ impl output::Row for Row {
         }
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         self.origin.moment(self.call, None)
     }
 }

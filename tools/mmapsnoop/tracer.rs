@@ -5,12 +5,12 @@ use std::rc::Rc;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
-use memtools::export::files::{Exports, Subject};
+use memtools::export::files::{Exports, ProfileInfo};
 use memtools::export::folded::Folded;
-use memtools::export::profile::{Sample, Value};
+use memtools::export::profile::{Sample, ValueType};
 use memtools::print::clock::Clock;
 use memtools::print::output::Output;
-use memtools::process::container::Homes;
+use memtools::process::container::CgroupResolver;
 use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
 
@@ -26,10 +26,10 @@ struct Mapped {
 }
 
 /// State of the trace.
-pub(crate) struct Tracer<'a> {
+pub(crate) struct Printer<'a> {
     pub(crate) stacks: EventStacks<'a, MapMut<'static>>,
     /// None if cgroups are not asked for.
-    homes: Option<Homes<'a>>,
+    cgroup_resolver: Option<CgroupResolver<'a>>,
     clock: Clock,
     pub(crate) columns: Columns,
     pub(crate) output: Output,
@@ -39,7 +39,7 @@ pub(crate) struct Tracer<'a> {
     args: &'a Args,
 }
 
-impl<'a> Tracer<'a> {
+impl<'a> Printer<'a> {
     pub(crate) fn new(
         args: &'a Args,
         skel: &'a Loaded,
@@ -50,7 +50,7 @@ impl<'a> Tracer<'a> {
         let with_cgroups = args.containers.wanted(args.common.json);
         Self {
             stacks,
-            homes: Homes::if_wanted(with_cgroups, &skel.maps.cgroup_paths),
+            cgroup_resolver: CgroupResolver::if_wanted(with_cgroups, &skel.maps.cgroup_paths),
             clock: Clock::new(),
             columns: Columns {
                 time: args.time,
@@ -70,7 +70,7 @@ impl<'a> Tracer<'a> {
     pub(crate) fn take(&mut self, records: impl Iterator<Item = Record>) -> Result<()> {
         self.stacks.refresh();
         for record in records {
-            if self.args.folded || self.exports.any() {
+            if self.args.folded || self.exports.is_enabled() {
                 self.add(&record)?;
             }
             if self.args.folded {
@@ -81,9 +81,17 @@ impl<'a> Tracer<'a> {
             } else {
                 None
             };
-            let home = self.homes.as_mut().map(|homes| homes.of(record.cgroup()));
-            self.output
-                .row(&Row::new(record, home, stack, &self.clock, self.columns))?;
+            let cgroup_info = self
+                .cgroup_resolver
+                .as_mut()
+                .map(|cgroup_resolver| cgroup_resolver.of(record.cgroup()));
+            self.output.row(&Row::new(
+                record,
+                cgroup_info,
+                stack,
+                &self.clock,
+                self.columns,
+            ))?;
         }
         self.stacks.renew()?;
         self.output.flush()
@@ -139,14 +147,14 @@ impl<'a> Tracer<'a> {
             });
         }
         self.output.flush()?;
-        if self.exports.any() {
-            let subject = Subject {
+        if self.exports.is_enabled() {
+            let subject = ProfileInfo {
                 name: "memory mapped by mmap(2)".to_owned(),
                 values: vec![
-                    Value::count("mmap_calls", "calls"),
-                    Value::bytes("mmap_space"),
+                    ValueType::count("mmap_calls", "calls"),
+                    ValueType::bytes("mmap_space"),
                 ],
-                main: usize::from(!calls),
+                main_value: usize::from(!calls),
                 by_thread: true,
                 remarks: Vec::new(),
             };

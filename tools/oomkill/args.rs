@@ -47,7 +47,7 @@ pub(crate) struct Args {
 
 impl Args {
     pub(crate) fn wants_stacks(&self) -> bool {
-        self.extended || self.common.json || self.export.any()
+        self.extended || self.common.json || self.export.is_enabled()
     }
 }
 

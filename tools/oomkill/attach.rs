@@ -2,10 +2,10 @@
 
 use anyhow::{Context, Result, ensure};
 use libbpf_rs::Link;
-use memtools::bpf::attach::{self, Means, Variant};
+use memtools::bpf::attach::{self, Feature, Variant};
 use memtools::bpf::{kernel_support, map_create};
 use memtools::process::filter::Filter;
-use memtools::run::skeleton::StackRoom;
+use memtools::run::skeleton::StackCapacity;
 
 use crate::args::Args;
 use crate::bpf;
@@ -22,11 +22,11 @@ const EVENT_BYTES: u32 = 1 << 18;
 const CGROUPS: u32 = 128;
 
 /// Loaded programs, and their links.
-type Started = (Loaded, Vec<Link>);
+type Attached = (Loaded, Vec<Link>);
 
 /// Ways to attach to a kill, the best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Rung {
+enum AttachMethod {
     Fentry,
     Kprobe,
     /// mark_victim alone, with the task as its argument.
@@ -35,7 +35,7 @@ enum Rung {
     Pid,
 }
 
-impl Rung {
+impl AttachMethod {
     fn name(self) -> &'static str {
         match self {
             Self::Fentry => "fentry",
@@ -47,65 +47,76 @@ impl Rung {
 }
 
 /// Loads and attaches the programs in the first way that works. Also returns the name of the way.
-pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Started)> {
+pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     let arguments = kernel_support::tracepoint_arguments("mark_victim")?
         .context("this kernel has no tracepoint mark_victim")?;
     let with_task = arguments.first().is_some_and(|name| name == "task_struct");
-    let variant = |rung: Rung| {
+    let variant = |rung: AttachMethod| {
         Variant::new(rung.name(), move || {
             try_start(args, filter, rung, with_task)
         })
     };
     let variants = [
-        variant(Rung::Fentry).needing(Means::Fentry),
-        variant(Rung::Kprobe).needing(Means::Kprobes),
-        variant(Rung::Victim),
-        variant(Rung::Pid),
+        variant(AttachMethod::Fentry).needing(Feature::Fentry),
+        variant(AttachMethod::Kprobe).needing(Feature::Kprobes),
+        variant(AttachMethod::Victim),
+        variant(AttachMethod::Pid),
     ];
     attach::first_that_works(args.common.verbose, variants)
 }
 
 /// Whether mark_victim is the only hook of the way with this name.
 pub(crate) fn is_mark_victim_alone(way: &str) -> bool {
-    [Rung::Victim, Rung::Pid].map(Rung::name).contains(&way)
+    [AttachMethod::Victim, AttachMethod::Pid]
+        .map(AttachMethod::name)
+        .contains(&way)
 }
 
 /// Loads and attaches the programs of one rung. `with_task`: whether the argument of mark_victim is the task.
-fn try_start(args: &Args, filter: &Filter, rung: Rung, with_task: bool) -> Result<Started> {
+fn try_start(
+    args: &Args,
+    filter: &Filter,
+    rung: AttachMethod,
+    with_task: bool,
+) -> Result<Attached> {
     ensure!(
-        rung != Rung::Victim || with_task,
+        rung != AttachMethod::Victim || with_task,
         "mark_victim has only the pid on this kernel"
     );
-    let with_task = with_task && rung != Rung::Pid;
+    let with_task = with_task && rung != AttachMethod::Pid;
     if !with_task {
         kernel_support::preflight_tracepoints()?;
     }
-    let stacks = StackRoom::of(STACKS).if_wanted(args.wants_stacks());
+    let stacks = StackCapacity::of(STACKS).if_wanted(args.wants_stacks());
     let mut open = bpf::prepare(filter, stacks, args.unwind)?;
     let options = open.options()?;
     options.want_stacks = args.wants_stacks().into();
     options.with_cgroups = 1;
-    options.only_victims = matches!(rung, Rung::Victim | Rung::Pid).into();
-    map_create::size(&mut open.maps.cgroup_paths, CGROUPS)?;
-    map_create::size(&mut open.maps.events, EVENT_BYTES)?;
-    open.progs.kill_fentry.set_autoload(rung == Rung::Fentry);
-    open.progs.kill_kprobe.set_autoload(rung == Rung::Kprobe);
+    options.only_victims = matches!(rung, AttachMethod::Victim | AttachMethod::Pid).into();
+    map_create::set_capacity(&mut open.maps.cgroup_paths, CGROUPS)?;
+    map_create::set_capacity(&mut open.maps.events, EVENT_BYTES)?;
+    open.progs
+        .kill_fentry
+        .set_autoload(rung == AttachMethod::Fentry);
+    open.progs
+        .kill_kprobe
+        .set_autoload(rung == AttachMethod::Kprobe);
     open.progs.mark_victim.set_autoload(with_task);
     open.progs.mark_victim_pid.set_autoload(!with_task);
     let skel = open.load()?;
 
     let programs = &skel.progs;
     let mut wanted = match rung {
-        Rung::Fentry => vec![&programs.kill_fentry],
-        Rung::Kprobe => vec![&programs.kill_kprobe],
-        Rung::Victim | Rung::Pid => Vec::new(),
+        AttachMethod::Fentry => vec![&programs.kill_fentry],
+        AttachMethod::Kprobe => vec![&programs.kill_kprobe],
+        AttachMethod::Victim | AttachMethod::Pid => Vec::new(),
     };
     wanted.push(if with_task {
         &programs.mark_victim
     } else {
         &programs.mark_victim_pid
     });
-    let links = attach::all(&wanted, "")?;
+    let links = attach::attach_all(&wanted, "")?;
     Ok((skel, links))
 }
 
@@ -116,7 +127,13 @@ mod tests {
     #[test]
     fn every_rung_has_its_own_name() {
         assert_eq!(
-            [Rung::Fentry, Rung::Kprobe, Rung::Victim, Rung::Pid].map(Rung::name),
+            [
+                AttachMethod::Fentry,
+                AttachMethod::Kprobe,
+                AttachMethod::Victim,
+                AttachMethod::Pid
+            ]
+            .map(AttachMethod::name),
             [
                 "fentry",
                 "kprobe",

@@ -23,7 +23,7 @@ pub(crate) struct Candidate {
 
 /// Returns the processes that the kernel ranks highest, of all or of those in or below a cgroup. The victim is left
 /// out, as it may not have exited yet.
-pub(crate) fn now(cgroup: Option<&str>, victim: u32) -> Vec<Candidate> {
+pub(crate) fn highest_ranked(cgroup: Option<&str>, victim: u32) -> Vec<Candidate> {
     let mut candidates: Vec<Candidate> = proc::all()
         .unwrap_or_default()
         .into_iter()
@@ -96,7 +96,11 @@ mod tests {
         let own = std::process::id();
         let seen = look_at(own).expect("it runs");
         assert!(seen.pid == own && seen.rss_kb > 0, "{seen:?}");
-        assert!(now(None, own).iter().all(|candidate| candidate.pid != own));
-        assert!(now(None, 0).len() <= TOP);
+        assert!(
+            highest_ranked(None, own)
+                .iter()
+                .all(|candidate| candidate.pid != own)
+        );
+        assert!(highest_ranked(None, 0).len() <= TOP);
     }
 }

@@ -6,20 +6,20 @@ use std::os::unix::fs::MetadataExt;
 
 use memtools::print::text;
 use memtools::process::cgroup::{self, Cgroups};
-use memtools::process::container::Homes;
+use memtools::process::container::CgroupResolver;
 use memtools::run::target::{Target, TargetArgs};
 
 use crate::bpf::types::event;
 
 /// Victims that the options ask for.
-pub(crate) struct Choice {
+pub(crate) struct VictimFilter {
     pids: Vec<u32>,
     name: Option<String>,
     /// Id of the cgroup.
     cgroup: Option<u64>,
 }
 
-impl Choice {
+impl VictimFilter {
     pub(crate) fn of(args: &TargetArgs, target: &Target) -> Option<Self> {
         args.is_some().then(|| Self {
             pids: target.pids(),
@@ -38,7 +38,7 @@ impl Choice {
         &self,
         event: &event,
         cgroups: &mut Cgroups,
-        homes: &mut Homes<'_>,
+        cgroup_resolver: &mut CgroupResolver<'_>,
     ) -> bool {
         let victim = &event.victim;
         let by_pid = self.pids.is_empty() || self.pids.contains(&victim.pid);
@@ -46,7 +46,7 @@ impl Choice {
         let by_cgroup = |folder| {
             let folder = cgroups.path(folder).map(str::to_owned);
             let there = cgroups.path(victim.cgroup).map(str::to_owned);
-            let victim = there.or_else(|| homes.of(victim.cgroup).cgroup);
+            let victim = there.or_else(|| cgroup_resolver.of(victim.cgroup).cgroup);
             let both = victim.zip(folder);
             both.is_some_and(|(victim, folder)| cgroup::is_in(&victim, &folder))
         };

@@ -20,7 +20,7 @@ use memtools::bpf::attach::capture_log;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
 use memtools::export::metrics;
-use memtools::process::filter::Tasks;
+use memtools::process::filter::TaskKind;
 use memtools::run::losses::{self, Losses};
 use memtools::run::target::Target;
 use memtools::run::{cli, protect};
@@ -30,7 +30,7 @@ use memtools::stacks::unwind::Unwinder;
 
 use crate::args::Args;
 use crate::bpf::types::event;
-use crate::choice::Choice;
+use crate::choice::VictimFilter;
 use crate::printer::Printer;
 
 memtools::skeleton!("oomkill", OomkillSkelBuilder, stacks: unwound, plain: [event]);
@@ -45,7 +45,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let exports = args.export.prepare("oomkill", args.target.to_string())?;
     let metrics = args.metrics.open("oomkill", &[&printer::KILLS])?;
     let (mut poller, output) = args.common.start("oomkill")?;
-    let mut target = Target::choose(&args.target, Tasks::All)?;
+    let mut target = Target::resolve(&args.target, TaskKind::All)?;
     let mut symbolizer = args
         .wants_stacks()
         .then(|| args.export.with_source(Symbolizer::of_all_processes()?))
@@ -56,7 +56,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .then(|| {
             // The victim is often the task that needed the memory, and its kill the first event of it. So the unwind
             // tables of the processes that are most likely to be killed are built before.
-            let likely = candidates::now(None, 0).into_iter();
+            let likely = candidates::highest_ranked(None, 0).into_iter();
             let likely: Vec<u32> = likely.map(|candidate| candidate.pid).collect();
             target.unwinder_and(args.unwind, memtools::unwind_parts!(skel), &likely)
         })
@@ -74,26 +74,26 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
-    let choice = Choice::of(&args.target, &target);
+    let choice = VictimFilter::of(&args.target, &target);
     let alone = attach::is_mark_victim_alone(how);
     let mut printer = Printer::new(
         &args, &skel, alone, choice, stacks, output, exports, metrics,
     )?;
     printer.exports.begin();
-    protect::from_lack_of_memory("oomkill");
+    protect::protect_from_oom("oomkill");
     eprintln!("oomkill: tracing OOM kills ({how}), Ctrl-C to end");
     target.release()?;
     target.watch_exit(&mut poller);
-    if printer.metrics.any() {
-        poller.tick_every(metrics::LOOK)?;
+    if printer.metrics.is_enabled() {
+        poller.tick_every(metrics::CHECK_INTERVAL)?;
     }
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| {
         printer.print(events)?;
         losses::write_metrics(skel.object(), target.filter(), &mut printer.metrics)
     })?;
-    printer.stacks.tell_losses("oomkill");
-    Losses::tell_with_stacks(
+    printer.stacks.report_losses("oomkill");
+    Losses::report_with_unwinder(
         "oomkill",
         skel.object(),
         target.filter(),

@@ -7,15 +7,15 @@ use anyhow::Result;
 use libbpf_rs::MapMut;
 use memtools::bpf::kernel_support;
 use memtools::bpf::types::known;
-use memtools::export::files::{Exports, Subject};
+use memtools::export::files::{Exports, ProfileInfo};
 use memtools::export::metrics::{self, Family, Metrics};
-use memtools::export::profile::{Sample, Value};
+use memtools::export::profile::{Sample, ValueType};
 use memtools::print::clock::Clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
-use memtools::process::container::Homes;
+use memtools::process::container::CgroupResolver;
 use memtools::process::origin::Origin;
 use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
@@ -23,7 +23,7 @@ use memtools::stacks::named::{NamedStack, StackIds};
 use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::{event, event_kind, oom_kind, task};
-use crate::choice::Choice;
+use crate::choice::VictimFilter;
 use crate::row::{AlsoKilled, Kill, Kind, Victim};
 use crate::{candidates, row};
 
@@ -46,7 +46,7 @@ pub(crate) struct Printer<'a> {
     pub(crate) output: Output,
     clock: Clock,
     cgroups: Cgroups,
-    homes: Homes<'a>,
+    cgroup_resolver: CgroupResolver<'a>,
     container: bool,
     pub(crate) stacks: EventStacks<'a, MapMut<'static>>,
     /// Samples for the files, one for each kill.
@@ -60,7 +60,7 @@ pub(crate) struct Printer<'a> {
     /// Tid of the task that needed memory at the last kill, and pid of the victim.
     last: Option<(u32, u32)>,
     /// Filter for the victims. None if all kills are asked for.
-    choice: Option<Choice>,
+    choice: Option<VictimFilter>,
 }
 
 impl<'a> Printer<'a> {
@@ -71,7 +71,7 @@ impl<'a> Printer<'a> {
         args: &Args,
         skel: &'a Loaded,
         alone: bool,
-        choice: Option<Choice>,
+        choice: Option<VictimFilter>,
         stacks: EventStacks<'a, MapMut<'static>>,
         output: Output,
         exports: Exports,
@@ -81,7 +81,7 @@ impl<'a> Printer<'a> {
             output,
             clock: Clock::new(),
             cgroups: Cgroups::new(),
-            homes: Homes::new(&skel.maps.cgroup_paths),
+            cgroup_resolver: CgroupResolver::new(&skel.maps.cgroup_paths),
             container: args.containers.container,
             stacks,
             kills: Vec::new(),
@@ -99,21 +99,21 @@ impl<'a> Printer<'a> {
         self.stacks.refresh();
         for event in events {
             if let Some(choice) = &self.choice
-                && !choice.wants(&event, &mut self.cgroups, &mut self.homes)
+                && !choice.wants(&event, &mut self.cgroups, &mut self.cgroup_resolver)
             {
                 continue;
             }
             if event.event == event_kind::EVENT_KILL || self.alone {
                 let kill = self.kill(&event)?;
                 self.last = Some((event.tid, event.victim.pid));
-                self.measure(&kill.victim, kill.kind.map_or("", row::Kind::name));
+                self.record_metrics(&kill.victim, kill.kind.map_or("", row::Kind::name));
                 self.output.row(&kill)?;
             } else if self.last != Some((event.tid, event.victim.pid)) {
                 let row = AlsoKilled {
                     origin: self.origin(&event),
                     victim: self.victim(&event.victim),
                 };
-                self.measure(&row.victim, ALSO_KILLED);
+                self.record_metrics(&row.victim, ALSO_KILLED);
                 if self.extended {
                     self.output.row(&row)?;
                 }
@@ -123,18 +123,18 @@ impl<'a> Printer<'a> {
         self.output.flush()
     }
 
-    fn measure(&mut self, victim: &Victim, kind: &str) {
+    fn record_metrics(&mut self, victim: &Victim, kind: &str) {
         let comm = victim.comm.as_deref().unwrap_or_default();
         self.metrics.add(&KILLS, &[comm, kind], 1);
     }
 
     /// Writes the stacks of all kills into the files that are asked for.
     pub(crate) fn export(&mut self) {
-        if self.exports.any() {
-            let subject = Subject {
+        if self.exports.is_enabled() {
+            let subject = ProfileInfo {
                 name: "OOM kills".to_owned(),
-                values: vec![Value::count("oom_kills", "kills")],
-                main: 0,
+                values: vec![ValueType::count("oom_kills", "kills")],
+                main_value: 0,
                 by_thread: true,
                 remarks: Vec::new(),
             };
@@ -153,10 +153,10 @@ impl<'a> Printer<'a> {
         let limit_cgroup = self.limit_cgroup(event);
         let candidates = self.extended.then(|| {
             let cgroup = limit_cgroup.as_deref().filter(|_| event.limit_cgroup != 0);
-            candidates::now(cgroup, event.victim.pid)
+            candidates::highest_ranked(cgroup, event.victim.pid)
         });
         let stack = self.named(event)?;
-        if self.exports.any()
+        if self.exports.is_enabled()
             && let Some(stack) = &stack
         {
             self.kills.push(Sample {
@@ -224,7 +224,7 @@ impl<'a> Printer<'a> {
             swap_kb: self.kb(task.swap_pages),
             page_tables_kb: known(task.page_table_bytes).map(|bytes| bytes / 1024),
             total_vm_kb: self.kb(task.total_vm_pages),
-            home: self.homes.of(task.cgroup),
+            cgroup_info: self.cgroup_resolver.of(task.cgroup),
         }
     }
 

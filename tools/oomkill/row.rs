@@ -7,8 +7,8 @@ use memtools::export::text::below_row;
 use memtools::print::clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::output;
-use memtools::print::timeline::Moment;
-use memtools::process::container::Home;
+use memtools::print::timeline::TimelineEntry;
+use memtools::process::container::CgroupInfo;
 use memtools::process::origin::Origin;
 use memtools::stacks::named::NamedStack;
 use serde::Serialize;
@@ -54,7 +54,7 @@ pub(crate) struct Victim {
     pub(crate) page_tables_kb: Option<u64>,
     pub(crate) total_vm_kb: Option<u64>,
     #[serde(flatten)]
-    pub(crate) home: Home,
+    pub(crate) cgroup_info: CgroupInfo,
 }
 
 /// Row of a kill.
@@ -120,7 +120,7 @@ impl output::Row for Kill {
             write!(out, ", CGROUP {id} (\"{cgroup}\")")?;
         }
         if self.container {
-            write!(out, ", CONTAINER {}", victim.home.name())?;
+            write!(out, ", CONTAINER {}", victim.cgroup_info.name())?;
         }
         writeln!(out)?;
         if self.extended {
@@ -130,7 +130,7 @@ impl output::Row for Kill {
         }
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         self.origin.moment("OOM kill", None)
     }
 }
@@ -158,7 +158,7 @@ impl Kill {
             kilobytes(victim.shmem_kb),
             kilobytes(victim.swap_kb),
             kilobytes(victim.page_tables_kb),
-            dash(victim.home.cgroup.as_ref()),
+            dash(victim.cgroup_info.cgroup.as_ref()),
         )?;
         for candidate in self.candidates.iter().flatten() {
             writeln!(
@@ -196,7 +196,7 @@ impl output::Row for AlsoKilled {
         writeln!(out, "    also killed: PID {} (\"{comm}\")", victim.pid)
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         self.origin.moment("OOM kill of another", None)
     }
 }
@@ -215,7 +215,7 @@ mod tests {
                 pid: 3297,
                 tid: 3297,
                 comm: "ntpd".into(),
-                home: None,
+                cgroup_info: None,
             },
             victim: Victim {
                 pid: 22516,

@@ -15,8 +15,8 @@ use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
 use memtools::print::clock::Clock;
-use memtools::process::container::{self, ContainerArgs, Homes};
-use memtools::process::filter::{Filter, Tasks};
+use memtools::process::container::{self, CgroupResolver, ContainerArgs};
+use memtools::process::filter::{Filter, TaskKind};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::Losses;
 use memtools::run::target::{Target, TargetArgs};
@@ -78,7 +78,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
     let (mut poller, mut output) = args.common.start("shmsnoop")?;
-    let mut target = Target::choose_thread(&args.target, args.tid, Tasks::Programs)?;
+    let mut target = Target::choose_thread(&args.target, args.tid, TaskKind::Programs)?;
     let columns = Columns {
         timestamp: args.timestamp,
         tid: args.tid.is_some(),
@@ -98,16 +98,18 @@ fn run(args: Args) -> Result<ExitCode> {
 
     let mut first_ns = None;
     let with_cgroups = args.containers.wanted(args.common.json);
-    let mut homes = Homes::if_wanted(with_cgroups, &skel.maps.cgroup_paths);
+    let mut cgroup_resolver = CgroupResolver::if_wanted(with_cgroups, &skel.maps.cgroup_paths);
     events.follow(poller, args.common.deadline(), links, |events| {
         for event in events {
             let first_ns = *first_ns.get_or_insert(event.time_ns);
-            let home = homes.as_mut().map(|homes| homes.of(event.cgroup));
-            output.row(&Row::new(&event, home, first_ns, &clock, columns))?;
+            let cgroup_info = cgroup_resolver
+                .as_mut()
+                .map(|cgroup_resolver| cgroup_resolver.of(event.cgroup));
+            output.row(&Row::new(&event, cgroup_info, first_ns, &clock, columns))?;
         }
         output.flush()
     })?;
-    Losses::tell("shmsnoop", skel.object(), target.filter(), &mut output)?;
+    Losses::report("shmsnoop", skel.object(), target.filter(), &mut output)?;
     output.finish()?;
     target.finish()
 }
@@ -135,8 +137,8 @@ fn start(filter: &Filter, args: &Args) -> Result<(Loaded, Vec<Link>)> {
     let mut skel = open.load_only(&[&programs[..], &["thread_exit"]].concat())?;
 
     let object = skel.object_mut();
-    let mut links = attach::by_name(object, &["thread_exit"])?;
-    let calls = attach::system_calls(object, &tracepoints, FUNCTIONS);
+    let mut links = attach::attach_by_name(object, &["thread_exit"])?;
+    let calls = attach::attach_syscall_programs(object, &tracepoints, FUNCTIONS);
     links.extend(calls.context("is System V shared memory (CONFIG_SYSVIPC) missing?")?);
     Ok((skel, links))
 }

@@ -9,8 +9,8 @@ use memtools::print::errno;
 use memtools::print::flags;
 use memtools::print::output;
 use memtools::print::output::{Exact, Hex};
-use memtools::print::timeline::Moment;
-use memtools::process::container::{self, Home};
+use memtools::print::timeline::TimelineEntry;
+use memtools::process::container::{self, CgroupInfo};
 use memtools::process::origin::Origin;
 use serde::Serialize;
 
@@ -199,7 +199,7 @@ pub(crate) struct Row {
 impl Row {
     pub(crate) fn new(
         event: &event,
-        home: Option<Home>,
+        cgroup_info: Option<CgroupInfo>,
         first_ns: u64,
         clock: &Clock,
         columns: Columns,
@@ -211,7 +211,7 @@ impl Row {
                 clock.local(event.time_ns),
                 (event.pid, event.tid),
                 &event.comm,
-                home,
+                cgroup_info,
             ),
             call: Call::new(event.kind, event.args),
             result: outcome.ok().map(Hex),
@@ -236,7 +236,7 @@ impl output::Row for Row {
         let origin = &self.origin;
         let id = if columns.tid { origin.tid } else { origin.pid };
         write!(out, "{id:<6} {:<16} ", origin.comm)?;
-        write!(out, "{}", container::column(origin.home.as_ref()))?;
+        write!(out, "{}", container::column(origin.cgroup_info.as_ref()))?;
         write!(out, "{:>6} ", self.call.name())?;
         match (self.result, &self.error) {
             (Some(Hex(value)), _) => write!(out, "{value:>16x} ")?,
@@ -288,7 +288,7 @@ impl output::Row for Row {
         }
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         let name = self.call.name().to_lowercase();
         self.origin.moment(name, Some(self.latency_ns))
     }

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use libbpf_rs::Link;
 use libbpf_rs::skel::Skel;
-use memtools::bpf::attach::{self, Means, Variant};
+use memtools::bpf::attach::{self, Feature, Variant};
 use memtools::bpf::{kernel_support, map_create};
 use memtools::process::container;
 use memtools::process::filter::Filter;
@@ -25,7 +25,7 @@ const ANONYMOUS: &str = "do_swap_page";
 const SHARED: [&str; 2] = ["shmem_swapin_folio", "shmem_swapin_page"];
 
 /// Forms of the programs, and the means that each needs from the kernel.
-const KINDS: [(&str, Means); 2] = [("fentry", Means::Fentry), ("kprobe", Means::Kprobes)];
+const KINDS: [(&str, Feature); 2] = [("fentry", Feature::Fentry), ("kprobe", Feature::Kprobes)];
 
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
@@ -78,7 +78,10 @@ pub(crate) fn start(
         });
         variant.needing(means)
     });
-    attach::first_that_works(args.common.verbose, attach::exact_first(variants.into()))
+    attach::first_that_works(
+        args.common.verbose,
+        attach::fentry_last_if_preemptible(variants.into()),
+    )
 }
 
 /// Functions that have had several names, by their names in this kernel; None if not wanted, or missing.
@@ -115,12 +118,12 @@ fn programs(kind: &str, functions: Functions, latency: bool, zswap: bool) -> Vec
 
 /// Returns the function that waits for shared memory, if this kernel has it (not inlined), and kprobes for it.
 fn shared() -> Option<&'static str> {
-    kernel_support::name_here(&SHARED).filter(|_| kernel_support::has_kprobes())
+    kernel_support::first_name_in_btf(&SHARED).filter(|_| kernel_support::has_kprobes())
 }
 
 /// Returns the name of the function in this kernel.
 fn function(names: [&'static str; 2]) -> Result<&'static str> {
-    kernel_support::name_here(&names).with_context(|| {
+    kernel_support::first_name_in_btf(&names).with_context(|| {
         format!(
             "this kernel has no function {}; it may be built without swap (CONFIG_SWAP)",
             names.join(" or ")
@@ -145,13 +148,13 @@ fn load(
     options.with_zswap = zswap.is_some().into();
     options.zswap_says_bool = zswap.is_some_and(|zswap| zswap.says_bool).into();
     if zswap.is_none() {
-        map_create::size(&mut open.maps.reading, 1)?;
+        map_create::set_capacity(&mut open.maps.reading, 1)?;
     }
     if !args.latency {
-        map_create::size(&mut open.maps.faults, 1)?;
+        map_create::set_capacity(&mut open.maps.faults, 1)?;
     }
     let mut skel = open.load_only(&programs)?;
-    let links = attach::by_name(skel.object_mut(), &programs)?;
+    let links = attach::attach_by_name(skel.object_mut(), &programs)?;
     Ok(Attached { skel, links })
 }
 

@@ -16,7 +16,7 @@ use anyhow::Result;
 use libbpf_rs::skel::Skel;
 use memtools::bpf::attach::{capture_log, detach};
 use memtools::bpf::kernel_support;
-use memtools::process::filter::Tasks;
+use memtools::process::filter::TaskKind;
 use memtools::run::losses::{self, Losses};
 use memtools::run::schedule::Reports;
 use memtools::run::target::{self, Target};
@@ -37,12 +37,12 @@ fn run(args: Args) -> Result<ExitCode> {
     capture_log(args.common.verbose);
     let mut metrics = args.metrics.open("swapin", &args.families())?;
     let (mut poller, mut output) = args.common.start("swapin")?;
-    let mut target = Target::choose(&args.target, Tasks::All)?;
-    target::doubt_interval("swapin", Some(args.interval), &args.target.filter.pid);
+    let mut target = Target::resolve(&args.target, TaskKind::All)?;
+    target::warn_if_interval_is_pid("swapin", Some(args.interval), &args.target.filter.pid);
     let zswap = attach::zswap(&args)?;
     let (how, Attached { skel, links }) = attach::start(&args, zswap, target.filter())?;
     let mut report = Report::new(&args, &skel, zswap.is_some());
-    protect::from_lack_of_memory("swapin");
+    protect::protect_from_oom("swapin");
     eprintln!("swapin: tracing swap ins ({how})... Ctrl-C to end");
     target.release()?;
 
@@ -56,7 +56,7 @@ fn run(args: Args) -> Result<ExitCode> {
     detach(links);
     report.print(&mut output, &mut metrics)?;
     report.print_latencies(&mut output)?;
-    Losses::tell("swapin", skel.object(), target.filter(), &mut output)?;
+    Losses::report("swapin", skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;
     target.finish()

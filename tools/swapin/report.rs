@@ -9,7 +9,7 @@ use memtools::print::clock::{self, Clock};
 use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::Output;
 use memtools::print::text;
-use memtools::process::container::Homes;
+use memtools::process::container::CgroupResolver;
 
 use crate::args::Args;
 use crate::bpf::Loaded;
@@ -19,7 +19,7 @@ use crate::row::{self, Columns, Row};
 /// Reader of the counts, which prints what has been added since the last report.
 pub(crate) struct Report<'a> {
     counts: Counts<'a, MapMut<'static>, task_key, total>,
-    homes: Option<Homes<'a>>,
+    cgroup_resolver: Option<CgroupResolver<'a>>,
     skel: &'a Loaded,
     clock: Clock,
     columns: Columns,
@@ -36,7 +36,7 @@ impl<'a> Report<'a> {
         let with_cgroups = args.containers.wanted(args.common.json);
         Self {
             counts: Counts::new(&maps.totals, &maps.totals_a, &maps.totals_b),
-            homes: Homes::if_wanted(with_cgroups, &maps.cgroup_paths),
+            cgroup_resolver: CgroupResolver::if_wanted(with_cgroups, &maps.cgroup_paths),
             skel,
             clock: Clock::new(),
             columns: Columns {
@@ -59,7 +59,7 @@ impl<'a> Report<'a> {
         output.header(&self.columns.header())?;
         for row in self.rows(&time)? {
             self.held_up_ns += row.held_up_ns.unwrap_or(0);
-            row.measure(metrics);
+            row.record_metrics(metrics);
             output.row(&row)?;
         }
         if self.columns.latency {
@@ -96,7 +96,10 @@ impl<'a> Report<'a> {
             time,
             pid: key.pid,
             comm: text::from_c(&key.comm),
-            home: self.homes.as_mut().map(|homes| homes.of(key.cgroup)),
+            cgroup_info: self
+                .cgroup_resolver
+                .as_mut()
+                .map(|cgroup_resolver| cgroup_resolver.of(key.cgroup)),
             pages_in: total.pages_in,
             pages_zswap: knows_zswap.then_some(total.pages_zswap),
             pages_out: columns.out.then_some(total.pages_out),

@@ -4,9 +4,9 @@ use std::io::{self, Write};
 
 use jiff::Zoned;
 use memtools::export::metrics::{Family, Kind, Metrics};
-use memtools::print::timeline::{Count, Moment, Unit};
+use memtools::print::timeline::{Count, TimelineEntry, Unit};
 use memtools::print::{clock, output};
-use memtools::process::container::{self, Home};
+use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 
 pub(crate) static PAGES_IN: Family = Family {
@@ -73,7 +73,7 @@ pub(crate) struct Row<'a> {
     pub(crate) pid: u32,
     pub(crate) comm: String,
     #[serde(flatten)]
-    pub(crate) home: Option<Home>,
+    pub(crate) cgroup_info: Option<CgroupInfo>,
     pub(crate) pages_in: u64,
     /// Number of the pages that came from zswap. None if they are not counted, or cannot be.
     pub(crate) pages_zswap: Option<u64>,
@@ -85,7 +85,7 @@ pub(crate) struct Row<'a> {
 }
 
 impl Row<'_> {
-    pub(crate) fn measure(&self, metrics: &mut Metrics) {
+    pub(crate) fn record_metrics(&self, metrics: &mut Metrics) {
         let labels = &[self.comm.as_str()];
         metrics.add(&PAGES_IN, labels, self.pages_in);
         for (family, pages) in [
@@ -102,7 +102,7 @@ impl Row<'_> {
 impl output::Row for Row<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let mut line = format!("{:<16} {:<7} ", self.comm, self.pid);
-        line += &container::column(self.home.as_ref());
+        line += &container::column(self.cgroup_info.as_ref());
         line += &format!("{:<8}", self.pages_in);
         if self.columns.zswap {
             let pages = self.pages_zswap.map(|pages| pages.to_string());
@@ -117,14 +117,14 @@ impl output::Row for Row<'_> {
         writeln!(out, "{}", line.trim_end())
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         let count = |name: &'static str, unit, more: Option<u64>| {
             Some(Count {
                 name: name.into(),
                 unit,
                 process: Some((self.pid, &self.comm)),
                 time: self.time,
-                more: more?,
+                increase: more?,
             })
         };
         let counts = [
@@ -133,7 +133,7 @@ impl output::Row for Row<'_> {
             count("pages swapped out", Unit::Count, self.pages_out),
             count("held up by swap", Unit::Nanoseconds, self.held_up_ns),
         ];
-        Moment::Counts(counts.into_iter().flatten().collect())
+        TimelineEntry::Counts(counts.into_iter().flatten().collect())
     }
 }
 
@@ -152,7 +152,7 @@ mod tests {
                 time: &Clock::new().local(0),
                 pid: 4536,
                 comm: "stress".into(),
-                home: None,
+                cgroup_info: None,
                 pages_in: 10,
                 pages_zswap,
                 pages_out,
@@ -164,12 +164,12 @@ mod tests {
                     out: false,
                 },
             };
-            let Moment::Counts(counts) = row.moment() else {
+            let TimelineEntry::Counts(counts) = row.moment() else {
                 panic!("they are counts");
             };
             let count = |count: &Count<'_>| {
                 assert_eq!(count.process, Some((4536, "stress")));
-                (count.name.to_string(), count.unit, count.more)
+                (count.name.to_string(), count.unit, count.increase)
             };
             counts.iter().map(count).collect::<Vec<_>>()
         };
@@ -199,7 +199,7 @@ mod tests {
                 time: &Clock::new().local(0),
                 pid: 4536,
                 comm: "gnome-shell".into(),
-                home: None,
+                cgroup_info: None,
                 pages_in: 14,
                 pages_zswap,
                 pages_out: out.then_some(3),

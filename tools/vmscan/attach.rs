@@ -10,7 +10,7 @@ use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::process::container;
 use memtools::process::filter::Filter;
-use memtools::run::skeleton::StackRoom;
+use memtools::run::skeleton::StackCapacity;
 use memtools::stacks::table;
 
 use crate::args::Args;
@@ -21,12 +21,12 @@ use crate::report::Columns;
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
-    pub(crate) has: Has,
+    pub(crate) available: Available,
 }
 
 /// Operations that this kernel has tracepoints for, as far as they are asked for.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Has {
+pub(crate) struct Available {
     pub(crate) shrink_slab: bool,
     pub(crate) direct_reclaim: bool,
     pub(crate) memcg_reclaim: bool,
@@ -38,41 +38,41 @@ pub(crate) struct Has {
 
 /// Ways to attach programs to tracepoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum AttachMethod {
     /// By the names in tracefs, through perf events. The programs run with preemption off.
     Tracefs,
     /// As raw tracepoints.
     Raw,
 }
 
-impl Way {
+impl AttachMethod {
     /// Sets the type that a program needs in this way, before it is loaded.
     fn prepare(self, program: &mut OpenProgramMut<'_>) {
-        if self == Way::Tracefs {
+        if self == AttachMethod::Tracefs {
             program.set_prog_type(ProgramType::Tracepoint);
         }
     }
 
     fn attach(self, program: &ProgramMut<'_>, tracepoint: &str) -> Result<Link> {
         Ok(match self {
-            Way::Tracefs => {
+            AttachMethod::Tracefs => {
                 let group = group(tracepoint).context("a tracepoint of no known group")?;
                 let group = TracepointCategory::Custom(group.to_owned());
                 program.attach_tracepoint(group, tracepoint)?
             }
-            Way::Raw => program.attach_raw_tracepoint(tracepoint)?,
+            AttachMethod::Raw => program.attach_raw_tracepoint(tracepoint)?,
         })
     }
 }
 
 /// Calls `start` for raw tracepoints or for tracefs, until one works. The way that is exact on this kernel comes
 /// first; raw tracepoints cost less.
-fn in_best_way<T>(args: &Args, start: impl Fn(Way) -> Result<T> + Copy) -> Result<T> {
+fn in_best_way<T>(args: &Args, start: impl Fn(AttachMethod) -> Result<T> + Copy) -> Result<T> {
     let by_tracefs = Variant::new("tracepoints", move || {
         kernel_support::preflight_tracepoints()?;
-        start(Way::Tracefs)
+        start(AttachMethod::Tracefs)
     });
-    let raw = Variant::new("raw tracepoints", move || start(Way::Raw));
+    let raw = Variant::new("raw tracepoints", move || start(AttachMethod::Raw));
     let ways = if kernel_support::preempts_raw_tracepoints() {
         [by_tracefs, raw]
     } else {
@@ -89,13 +89,18 @@ pub(crate) fn start(args: &Args, filter: &Filter, columns: Columns) -> Result<At
 
 /// Loads the programs, and attaches those whose tracepoints this kernel has, in one way. A missing tracepoint makes
 /// its column empty, which a line on stderr reports.
-fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result<Attached> {
+fn try_start(
+    args: &Args,
+    filter: &Filter,
+    columns: Columns,
+    way: AttachMethod,
+) -> Result<Attached> {
     let skel = load(args, filter, way)?;
     let mut attaching = Attaching {
         way,
         links: Vec::new(),
     };
-    let has = Has::attach(&skel, columns, &mut attaching);
+    let has = Available::attach(&skel, columns, &mut attaching);
     let Attaching { links, .. } = attaching;
     if links.is_empty() {
         bail!(
@@ -104,24 +109,28 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result
         );
     }
     has.tell_missing(columns);
-    Ok(Attached { skel, links, has })
+    Ok(Attached {
+        skel,
+        links,
+        available: has,
+    })
 }
 
 /// Loads the programs that sum up operations, and none of --counts or --trace-compaction.
-fn load(args: &Args, filter: &Filter, way: Way) -> Result<Loaded> {
+fn load(args: &Args, filter: &Filter, way: AttachMethod) -> Result<Loaded> {
     let mut open = without_events(filter)?;
     if args.by_cgroup {
-        kernel_support::tell_if_limits_are_unknown("vmscan");
+        kernel_support::warn_if_no_reclaim_target("vmscan");
     } else {
-        without([&mut open.maps.cgroups])?;
+        shrink_unused_maps([&mut open.maps.cgroups])?;
     }
-    without([&mut open.maps.compacting])?;
+    shrink_unused_maps([&mut open.maps.compacting])?;
     let with_cgroups = container::prepare(args.by_cgroup, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_cgroups = with_cgroups;
     options.by_shrinker = args.by_shrinker.into();
     options.by_cgroup = args.by_cgroup.into();
-    options.by_record = (way == Way::Tracefs).into();
+    options.by_record = (way == AttachMethod::Tracefs).into();
     for mut program in open.open_object_mut().progs_mut() {
         let name = program.name().to_string_lossy();
         let others = number(program.name()).is_some() || name.starts_with("trace_");
@@ -133,7 +142,7 @@ fn load(args: &Args, filter: &Filter, way: Way) -> Result<Loaded> {
 
 /// Programs that are being attached to the tracepoints of this kernel.
 struct Attaching {
-    way: Way,
+    way: AttachMethod,
     links: Vec<Link>,
 }
 
@@ -153,7 +162,7 @@ impl Attaching {
     }
 
     /// Attaches a program to the first of these tracepoints that exists. Returns whether one does.
-    fn one(&mut self, program: &ProgramMut<'_>, names: &[&str]) -> bool {
+    fn attach_first(&mut self, program: &ProgramMut<'_>, names: &[&str]) -> bool {
         let mut links = names.iter().flat_map(|name| self.way.attach(program, name));
         let link = links.next();
         let there = link.is_some();
@@ -162,7 +171,7 @@ impl Attaching {
     }
 }
 
-impl Has {
+impl Available {
     /// Attaches the programs that the columns need, as far as this kernel has the tracepoints.
     fn attach(skel: &Loaded, columns: Columns, attaching: &mut Attaching) -> Self {
         let programs = &skel.progs;
@@ -203,9 +212,10 @@ impl Has {
                 (&programs.kswapd_wake, "mm_vmscan_kswapd_wake"),
             );
         }
-        has.kswapd_wakeups = attaching.one(&programs.kswapd_wakeup, &["mm_vmscan_wakeup_kswapd"]);
+        has.kswapd_wakeups =
+            attaching.attach_first(&programs.kswapd_wakeup, &["mm_vmscan_wakeup_kswapd"]);
         // The tracepoint was renamed when reclaim changed to folios: 5.10 has the old name, 6.1 the new one.
-        has.pages_written = attaching.one(
+        has.pages_written = attaching.attach_first(
             &programs.write_page,
             &["mm_vmscan_write_folio", "mm_vmscan_writepage"],
         );
@@ -260,18 +270,18 @@ fn try_start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing>
         _ => bail!("the arguments of mm_compaction_end are unknown: {arguments:?}"),
     };
     let programs = [end, "trace_compaction_zone", "trace_compaction_begin"];
-    let stacks = StackRoom::of(table::FIRST_OF_EVENTS).if_wanted(args.kernel_stacks);
+    let stacks = StackCapacity::of(table::INITIAL_EVENT_ENTRIES).if_wanted(args.kernel_stacks);
     let mut open = bpf::prepare(filter, stacks)?;
-    let wants_homes = args.containers.wanted(args.common.json);
-    let with_cgroups = container::prepare(wants_homes, &mut open.maps.cgroup_paths)?;
+    let wants_cgroups = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wants_cgroups, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_cgroups = with_cgroups;
     options.with_kernel_stacks = args.kernel_stacks.into();
     options.with_zone_state = args.wants_zone_state().into();
     let maps = &mut open.maps;
-    without([&mut maps.calls, &mut maps.shrinking, &mut maps.cgroups])?;
+    shrink_unused_maps([&mut maps.calls, &mut maps.shrinking, &mut maps.cgroups])?;
     let mut skel = open.load_only(&programs)?;
-    let links = attach::by_name(skel.object_mut(), &programs)?;
+    let links = attach::attach_by_name(skel.object_mut(), &programs)?;
     Ok(Tracing { skel, links })
 }
 
@@ -289,15 +299,15 @@ pub(crate) fn start_counting(args: &Args, filter: &Filter) -> Result<Counting> {
     in_best_way(args, |way| try_start_counting(filter, way))
 }
 
-fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
+fn try_start_counting(filter: &Filter, way: AttachMethod) -> Result<Counting> {
     let wanted: Vec<(&str, String)> = kernel_support::tracepoints()?
         .into_iter()
         .filter_map(|tracepoint| Some((group(&tracepoint)?, tracepoint)))
         .collect();
     let mut open = without_events(filter)?;
     let maps = &mut open.maps;
-    without([&mut maps.calls, &mut maps.shrinking])?;
-    without([&mut maps.cgroups, &mut maps.compacting])?;
+    shrink_unused_maps([&mut maps.calls, &mut maps.shrinking])?;
+    shrink_unused_maps([&mut maps.cgroups, &mut maps.compacting])?;
     container::prepare(false, &mut maps.cgroup_paths)?;
     let mut counters = 0;
     for mut program in open.open_object_mut().progs_mut() {
@@ -343,16 +353,16 @@ fn number(program: &OsStr) -> Option<usize> {
 
 /// Opens the object without stacks, and with a ring buffer of the smallest size, as no events are sent.
 fn without_events(filter: &Filter) -> Result<Prepared<'_>> {
-    let mut open = bpf::prepare(filter, StackRoom::NONE)?;
+    let mut open = bpf::prepare(filter, StackCapacity::NONE)?;
     let page = kernel_support::page_bytes()? as u32;
-    map_create::size(&mut open.maps.events, page)?;
+    map_create::set_capacity(&mut open.maps.events, page)?;
     Ok(open)
 }
 
 /// Gives one entry to maps that none of the loaded programs uses.
-fn without<const MAPS: usize>(unused: [&mut OpenMapMut<'_>; MAPS]) -> Result<()> {
+fn shrink_unused_maps<const MAPS: usize>(unused: [&mut OpenMapMut<'_>; MAPS]) -> Result<()> {
     for map in unused {
-        map_create::size(map, 1)?;
+        map_create::set_capacity(map, 1)?;
     }
     Ok(())
 }

@@ -11,8 +11,8 @@ use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
-use memtools::print::timeline::Moment;
-use memtools::process::container::{self, Home, Homes};
+use memtools::print::timeline::TimelineEntry;
+use memtools::process::container::{self, CgroupInfo, CgroupResolver};
 use memtools::process::filter::Filter;
 use memtools::process::origin::Origin;
 use memtools::run::losses::Losses;
@@ -20,7 +20,7 @@ use memtools::run::poll::Poller;
 use memtools::run::protect;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::KernelNames;
-use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+use memtools::stacks::table::{MAX_EVENT_ENTRIES, Stacks};
 use serde::Serialize;
 
 use crate::args::Args;
@@ -43,8 +43,8 @@ pub(crate) fn trace(
     let mut printer = Printer {
         output,
         clock: Clock::new(),
-        stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
-        homes: Homes::if_wanted(
+        stacks: Stacks::new(memtools::stack_maps!(skel), MAX_EVENT_ENTRIES)?,
+        cgroup_resolver: CgroupResolver::if_wanted(
             args.containers.wanted(args.common.json),
             &skel.maps.cgroup_paths,
         ),
@@ -54,14 +54,14 @@ pub(crate) fn trace(
         extended: args.extended,
         told_of_state: false,
     };
-    protect::from_lack_of_memory("vmscan");
+    protect::protect_from_oom("vmscan");
     eprintln!("vmscan: tracing compaction, Ctrl-C to end");
     let names = header(args.extended, args.containers.container);
     printer.output.header(&names)?;
     printer.output.flush()?;
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| printer.print(events))?;
-    Losses::tell("vmscan", skel.object(), filter, &mut printer.output)?;
+    Losses::report("vmscan", skel.object(), filter, &mut printer.output)?;
     printer.output.finish()
 }
 
@@ -71,7 +71,7 @@ struct Printer<'a> {
     clock: Clock,
     stacks: Stacks<'a, MapMut<'static>>,
     names: KernelNames,
-    homes: Option<Homes<'a>>,
+    cgroup_resolver: Option<CgroupResolver<'a>>,
     /// Whether the column CONTAINER is printed.
     container: bool,
     with_stacks: bool,
@@ -82,8 +82,11 @@ struct Printer<'a> {
 impl Printer<'_> {
     fn print(&mut self, events: impl Iterator<Item = compaction>) -> Result<()> {
         for event in events {
-            let home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
-            let mut row = Compaction::new(&event, home, &self.clock);
+            let cgroup_info = self
+                .cgroup_resolver
+                .as_mut()
+                .map(|cgroup_resolver| cgroup_resolver.of(event.cgroup));
+            let mut row = Compaction::new(&event, cgroup_info, &self.clock);
             row.extended = self.extended;
             row.container = self.container;
             if self.with_stacks {
@@ -200,13 +203,13 @@ fn header(extended: bool, container: bool) -> String {
 }
 
 impl Compaction {
-    fn new(event: &compaction, home: Option<Home>, clock: &Clock) -> Self {
+    fn new(event: &compaction, cgroup_info: Option<CgroupInfo>, clock: &Clock) -> Self {
         Self {
             origin: Origin::new(
                 clock.local(event.time_ns + event.latency_ns),
                 (event.pid, event.tid),
                 &event.comm,
-                home,
+                cgroup_info,
             ),
             container: false,
             node: event.node,
@@ -246,7 +249,7 @@ impl Row for Compaction {
             clock::time_of_day(&self.origin.time),
             self.origin.comm,
             self.origin.pid,
-            container::column(self.origin.home.as_ref().filter(|_| self.container)),
+            container::column(self.origin.cgroup_info.as_ref().filter(|_| self.container)),
             self.node,
             self.zone,
             self.order,
@@ -268,7 +271,7 @@ impl Row for Compaction {
         Ok(())
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         self.origin.moment("compaction", Some(self.latency_ns))
     }
 }
@@ -276,8 +279,8 @@ impl Row for Compaction {
 #[cfg(test)]
 mod tests {
     use memtools::bpf::types::UNKNOWN;
-    use memtools::process::filter::{FilterArgs, Tasks};
-    use memtools::run::skeleton::StackRoom;
+    use memtools::process::filter::{FilterArgs, TaskKind};
+    use memtools::run::skeleton::StackCapacity;
 
     use super::*;
     use crate::bpf;
@@ -323,8 +326,8 @@ mod tests {
              21:30:25 zsh            23685  0    DMA          -1    SYNC        0.025         complete\n"
         );
         assert_eq!(name(Status(99)), None);
-        let home = Some(Home::at(Some("/system.slice/db.service".into())));
-        let mut row = Compaction::new(&event(), home, &Clock::new());
+        let cgroup_info = Some(CgroupInfo::at(Some("/system.slice/db.service".into())));
+        let mut row = Compaction::new(&event(), cgroup_info, &Clock::new());
         row.origin.time = "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time");
         row.container = true;
         let mut line = Vec::new();
@@ -360,8 +363,8 @@ mod tests {
     #[test]
     fn what_is_unknown_at_first_is_none() {
         let everything = FilterArgs::default();
-        let filter = everything.resolve(None, Tasks::All).expect("a filter");
-        let mut open = bpf::prepare(&filter, StackRoom::NONE).expect("an object");
+        let filter = everything.resolve(None, TaskKind::All).expect("a filter");
+        let mut open = bpf::prepare(&filter, StackCapacity::NONE).expect("an object");
         let at_first = &open.options().expect("options").no_compaction;
         let zone = ZoneState::new(at_first);
         assert_eq!((zone.fragmentation_index, zone.pages()), (None, [None; 4]));

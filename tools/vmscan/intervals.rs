@@ -6,28 +6,28 @@ use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
 
 use crate::args::Args;
-use crate::attach::Has;
+use crate::attach::Available;
 use crate::bpf::Loaded;
 use crate::kswapd;
-use crate::kswapd::Booked;
+use crate::kswapd::ReportedTime;
 use crate::report::{Columns, Interval};
 use crate::totals::Totals;
 
 /// Reader of the totals, which prints what has been added since the last row.
 pub(crate) struct Intervals<'a> {
     skel: &'a Loaded,
-    has: Has,
+    has: Available,
     columns: Columns,
     clock: Clock,
     /// Rows after which the header is printed again. None: never.
     rows_per_header: Option<u64>,
     rows: u64,
     before: Totals,
-    booked: Booked,
+    booked: ReportedTime,
 }
 
 impl<'a> Intervals<'a> {
-    pub(crate) fn new(args: &Args, skel: &'a Loaded, has: Has, columns: Columns) -> Self {
+    pub(crate) fn new(args: &Args, skel: &'a Loaded, has: Available, columns: Columns) -> Self {
         Self {
             skel,
             has,
@@ -36,7 +36,7 @@ impl<'a> Intervals<'a> {
             rows_per_header: args.rows_per_header(args.common.is_terminal()),
             rows: 0,
             before: Totals::default(),
-            booked: Booked::default(),
+            booked: ReportedTime::default(),
         }
     }
 
@@ -57,8 +57,8 @@ impl<'a> Intervals<'a> {
     }
 
     /// Sets the sums for Prometheus to the totals that were read last.
-    pub(crate) fn measure(&self, metrics: &mut Metrics) {
-        self.before.measure(self.has, metrics);
+    pub(crate) fn record_metrics(&self, metrics: &mut Metrics) {
+        self.before.record_metrics(self.has, metrics);
     }
 
     /// Reads the totals, and returns what has been added since the last read.

@@ -14,11 +14,11 @@ const LOOKS: u32 = 4;
 /// Time of kswapd that was booked so far, also of operations that have not ended. The sum of all bookings is the time
 /// that the operations took.
 #[derive(Debug, Default)]
-pub(crate) struct Booked {
+pub(crate) struct ReportedTime {
     ns: u64,
 }
 
-impl Booked {
+impl ReportedTime {
     /// Books the time that was added since the last call, and returns it.
     pub(crate) fn book(&mut self, total_ns: u64) -> u64 {
         // The total can be less than before: an operation was in neither of the two maps, and its time comes with the
@@ -53,7 +53,7 @@ pub(crate) fn totals_and_time(
 /// Returns how long the current operations of kswapd have taken so far. There is one kswapd for each node.
 fn running_ns(calls: &MapMut<'_>, now_ns: u64) -> Result<u64> {
     let mut sum = 0;
-    map_batch::read(calls, |key, value| {
+    map_batch::for_each(calls, |key, value| {
         let call: &call = types::view(key)?;
         if call.operation == Operation::OPERATION_KSWAPD.0 {
             sum += now_ns.saturating_sub(*types::view::<u64>(value)?);
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn what_is_booked_adds_up_to_the_total() {
-        let mut booked = Booked::default();
+        let mut booked = ReportedTime::default();
         let mut sum = 0;
         for (total, expected) in [(700, 700), (1700, 1000), (1600, 0), (2900, 1200)] {
             let more = booked.book(total);

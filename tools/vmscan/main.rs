@@ -22,7 +22,7 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::kernel_support;
 use memtools::export::metrics::Metrics;
 use memtools::print::output::Output;
-use memtools::process::filter::{Filter, Tasks};
+use memtools::process::filter::{Filter, TaskKind};
 use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Poller;
 use memtools::run::schedule::{Due, Reports};
@@ -51,8 +51,8 @@ fn run(args: Args) -> Result<ExitCode> {
     memtools::bpf::attach::capture_log(args.common.verbose);
     let metrics = args.metrics.open("vmscan", &totals::METRICS)?;
     let (mut poller, output) = args.common.start("vmscan")?;
-    let mut target = Target::choose(&args.target, Tasks::All)?;
-    target::doubt_interval("vmscan", args.interval, &args.target.filter.pid);
+    let mut target = Target::resolve(&args.target, TaskKind::All)?;
+    target::warn_if_interval_is_pid("vmscan", args.interval, &args.target.filter.pid);
     if args.trace_compaction {
         let tracing = attach::start_tracing_compaction(&args, target.filter())?;
         target.release()?;
@@ -86,22 +86,26 @@ fn watch(
     mut poller: Poller<'_>,
     (mut output, mut metrics): (Output, Metrics),
 ) -> Result<()> {
-    let Attached { skel, links, has } = attached;
+    let Attached {
+        skel,
+        links,
+        available: has,
+    } = attached;
     let mut intervals = Intervals::new(args, &skel, has, columns);
-    protect::from_lack_of_memory("vmscan");
+    protect::protect_from_oom("vmscan");
     eprintln!("vmscan: tracing page reclaim, Ctrl-C to end");
     output.header(&columns.header())?;
     output.flush()?;
     each_interval(args, &mut poller, Some(Duration::from_secs(1)), || {
         intervals.print_next(&mut output)?;
-        intervals.measure(&mut metrics);
+        intervals.record_metrics(&mut metrics);
         losses::write_metrics(skel.object(), filter, &mut metrics)
     })?;
     memtools::bpf::attach::detach(links);
     intervals.print_last(&mut output)?;
-    intervals.measure(&mut metrics);
+    intervals.record_metrics(&mut metrics);
     tables::print(args, &skel, &mut output)?;
-    Losses::tell("vmscan", skel.object(), filter, &mut output)?;
+    Losses::report("vmscan", skel.object(), filter, &mut output)?;
     losses::finish_metrics(skel.object(), filter, metrics)?;
     output.finish()
 }
@@ -120,7 +124,7 @@ fn count(
         tracepoints,
     } = counting;
     let mut reports = CountReports::new(&skel.maps.counts, &tracepoints, args.interval.is_some());
-    protect::from_lack_of_memory("vmscan");
+    protect::protect_from_oom("vmscan");
     eprintln!(
         "vmscan: tracing {} tracepoints, Ctrl-C to end",
         tracepoints.len()
@@ -130,7 +134,7 @@ fn count(
         reports.print(&mut output)?;
     }
     memtools::bpf::attach::detach(links);
-    Losses::tell("vmscan", skel.object(), filter, &mut output)?;
+    Losses::report("vmscan", skel.object(), filter, &mut output)?;
     output.finish()
 }
 

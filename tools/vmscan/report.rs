@@ -5,8 +5,8 @@ use std::io::{self, Write};
 use jiff::Zoned;
 use memtools::print::clock;
 use memtools::print::output::Row;
-use memtools::print::timeline::{Count, Moment, Unit};
-use memtools::process::container::{self, Home};
+use memtools::print::timeline::{Count, TimelineEntry, Unit};
+use memtools::process::container::{self, CgroupInfo};
 use serde::{Serialize, Serializer};
 
 /// Optional columns, besides the six of the book's tool.
@@ -74,7 +74,7 @@ impl Interval {
             unit,
             process: None,
             time: &self.time,
-            more,
+            increase: more,
         }
     }
 
@@ -115,7 +115,7 @@ impl Row for Interval {
         writeln!(out)
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         let timed = [
             ("slab shrinking", self.shrink_slab),
             ("direct reclaim", self.direct_reclaim),
@@ -138,7 +138,7 @@ impl Row for Interval {
         for (name, count) in counted {
             counts.extend(count.map(|count| self.count(name.to_owned(), Unit::Count, count)));
         }
-        Moment::Counts(counts)
+        TimelineEntry::Counts(counts)
     }
 }
 
@@ -195,7 +195,7 @@ pub(crate) struct Cgroup {
     pub(crate) container_id: Option<String>,
     /// Content of the column CONTAINER. None if the column is not asked for.
     #[serde(skip)]
-    pub(crate) home: Option<Home>,
+    pub(crate) cgroup_info: Option<CgroupInfo>,
     pub(crate) id: u64,
     /// Cgroup whose limit the tasks reclaimed for: their own or one above it. None if they reclaimed for the machine,
     /// or if the cgroup was removed.
@@ -243,7 +243,7 @@ impl Row for Cgroup {
         writeln!(
             out,
             "{}{:<24} {}",
-            container::column(self.home.as_ref()),
+            container::column(self.cgroup_info.as_ref()),
             name(&self.path, Some(self.id)),
             name(&self.limited, self.limited_id)
         )
@@ -285,15 +285,15 @@ impl Row for Counts {
         Ok(())
     }
 
-    fn moment(&self) -> Moment<'_> {
+    fn moment(&self) -> TimelineEntry<'_> {
         let count = |(name, count): &'_ (String, u64)| Count {
             name: name.clone().into(),
             unit: Unit::Count,
             process: None,
             time: &self.time,
-            more: *count,
+            increase: *count,
         };
-        Moment::Counts(self.tracepoints.iter().map(count).collect())
+        TimelineEntry::Counts(self.tracepoints.iter().map(count).collect())
     }
 }
 

@@ -6,7 +6,7 @@ use memtools::bpf::{map_batch, types};
 use memtools::print::histogram;
 use memtools::print::output::Output;
 use memtools::process::cgroup::Cgroups;
-use memtools::process::container::Homes;
+use memtools::process::container::CgroupResolver;
 use memtools::stacks::kallsyms::Kallsyms;
 
 use crate::args::Args;
@@ -38,9 +38,9 @@ pub(crate) fn print(args: &Args, skel: &Loaded, output: &mut Output) -> Result<(
             output.header("")?;
         }
         output.header(&Cgroup::header(args.containers.container))?;
-        let mut homes = Homes::new(&skel.maps.cgroup_paths);
-        for mut cgroup in read_cgroups(&skel.maps.cgroups, &mut homes)? {
-            cgroup.home = cgroup.home.filter(|_| args.containers.container);
+        let mut cgroup_resolver = CgroupResolver::new(&skel.maps.cgroup_paths);
+        for mut cgroup in read_cgroups(&skel.maps.cgroups, &mut cgroup_resolver)? {
+            cgroup.cgroup_info = cgroup.cgroup_info.filter(|_| args.containers.container);
             output.row(&cgroup)?;
         }
     }
@@ -51,7 +51,7 @@ pub(crate) fn print(args: &Args, skel: &Loaded, output: &mut Output) -> Result<(
 fn read_shrinkers(map: &MapMut<'_>) -> Result<Vec<Shrinker>> {
     let symbols = Kallsyms::read().context("failed to read /proc/kallsyms")?;
     let mut shrinkers = Vec::new();
-    map_batch::read(map, |key, value| {
+    map_batch::for_each(map, |key, value| {
         let address = *types::view::<u64>(key)?;
         let total: &shrinker_total = types::view(value)?;
         shrinkers.push(Shrinker {
@@ -77,10 +77,10 @@ fn function_name(symbols: &Kallsyms, address: u64) -> String {
 }
 
 /// Reads the cgroups, the one that reclaimed longest last.
-fn read_cgroups(map: &MapMut<'_>, homes: &mut Homes<'_>) -> Result<Vec<Cgroup>> {
+fn read_cgroups(map: &MapMut<'_>, cgroup_resolver: &mut CgroupResolver<'_>) -> Result<Vec<Cgroup>> {
     let mut limits = Cgroups::of_memory();
     let mut cgroups: Vec<Cgroup> = Vec::new();
-    map_batch::read(map, |key, value| {
+    map_batch::for_each(map, |key, value| {
         let key: &cgroup_key = types::view(key)?;
         let total: &cgroup_total = types::view(value)?;
         let timed = Timed {
@@ -92,12 +92,12 @@ fn read_cgroups(map: &MapMut<'_>, homes: &mut Homes<'_>) -> Result<Vec<Cgroup>> 
             .iter()
             .position(|cgroup| (cgroup.id, cgroup.limited_id) == (key.cgroup, limited_id))
             .unwrap_or_else(|| {
-                let home = homes.of(key.cgroup);
+                let cgroup_info = cgroup_resolver.of(key.cgroup);
                 cgroups.push(Cgroup {
                     id: key.cgroup,
-                    path: home.cgroup.clone(),
-                    container_id: home.container_id.clone(),
-                    home: Some(home),
+                    path: cgroup_info.cgroup.clone(),
+                    container_id: cgroup_info.container_id.clone(),
+                    cgroup_info: Some(cgroup_info),
                     limited: limited_id.and_then(|id| limits.path(id).map(str::to_owned)),
                     limited_id,
                     ..Cgroup::default()

@@ -7,7 +7,7 @@ use memtools::bpf::types;
 use memtools::export::metrics::{Family, Kind, Metrics};
 use memtools::print::histogram::Histogram;
 
-use crate::attach::Has;
+use crate::attach::Available;
 use crate::bpf::types::{operation as Operation, total};
 use crate::report::{Columns, Interval, Timed};
 
@@ -75,7 +75,7 @@ impl Totals {
     }
 
     /// Sets the sums for Prometheus of the operations that this kernel has tracepoints for.
-    pub(crate) fn measure(&self, has: Has, metrics: &mut Metrics) {
+    pub(crate) fn record_metrics(&self, has: Available, metrics: &mut Metrics) {
         for (name, operation) in TIMED {
             let told = match operation {
                 Operation::OPERATION_COMPACTION => has.compaction,
@@ -105,7 +105,13 @@ impl Totals {
     }
 
     /// Subtracts earlier totals. Returns the interval in between, which ended at `time`.
-    pub(crate) fn since(&self, before: &Self, has: Has, columns: Columns, time: Zoned) -> Interval {
+    pub(crate) fn since(
+        &self,
+        before: &Self,
+        has: Available,
+        columns: Columns,
+        time: Zoned,
+    ) -> Interval {
         let timed = |operation| {
             let (now, before) = (self.of(operation), before.of(operation));
             Timed {

@@ -15,9 +15,9 @@ use iced_x86::{
     Register, UsedMemory,
 };
 
-use super::held::{Held, writes};
+use super::held::{RegisterContents, writes};
 use crate::bpf::kernel_support;
-use crate::code::probe_place::ProbePlace;
+use crate::code::probe_place::ProbePoint;
 
 /// How far from the entry a probe may go. jemalloc's `free` has its first jump 48 bytes on.
 pub(crate) const MAX_OFFSET: u64 = 128;
@@ -38,7 +38,7 @@ pub(crate) static CHANGES_NOPS: LazyLock<bool> = LazyLock::new(|| {
 
 /// Returns the entry of the function that begins with this code, or the first instruction behind the nops that no
 /// probe may be on. Returns None if these nops do not end within `head`.
-pub(crate) fn nearest(head: &[u8], changes_nops: bool) -> Option<ProbePlace> {
+pub(crate) fn nearest(head: &[u8], changes_nops: bool) -> Option<ProbePoint> {
     let decoder = Decoder::with_ip(64, head, 0, DecoderOptions::NONE);
     let mut instructions = decoder.into_iter();
     let first = instructions.find(|instruction| !changes_nops || !is_long_nop(instruction));
@@ -47,16 +47,16 @@ pub(crate) fn nearest(head: &[u8], changes_nops: bool) -> Option<ProbePlace> {
         None if head.is_empty() => 0,
         None => return None,
     };
-    Some(ProbePlace {
+    Some(ProbePoint {
         offset,
-        ..ProbePlace::ENTRY
+        ..ProbePoint::ENTRY
     })
 }
 
 /// Returns the first cheap place, as far as a function's own code tells.
-pub(crate) fn candidate(code: &[u8], arguments: &[u8]) -> Option<ProbePlace> {
+pub(crate) fn candidate(code: &[u8], arguments: &[u8]) -> Option<ProbePoint> {
     let mut information = InstructionInfoFactory::new();
-    let mut held = Held::at_entry();
+    let mut held = RegisterContents::at_entry();
     let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
     while decoder.can_decode() {
         let instruction = decoder.decode();
@@ -66,7 +66,7 @@ pub(crate) fn candidate(code: &[u8], arguments: &[u8]) -> Option<ProbePlace> {
         if is_emulated(&instruction)
             && let Some(held_by) = held.held_by(arguments)
         {
-            return Some(ProbePlace {
+            return Some(ProbePoint {
                 offset: instruction.ip(),
                 held_by,
             });
@@ -134,9 +134,9 @@ mod tests {
         place_of(code, &[1, 2, 3, 4, 5, 6]).offset
     }
 
-    fn place_of(code: &[&[u8]], arguments: &[u8]) -> ProbePlace {
+    fn place_of(code: &[&[u8]], arguments: &[u8]) -> ProbePoint {
         let code = [&code.concat()[..], &[RET]].concat();
-        candidate(&code, arguments).unwrap_or(ProbePlace::ENTRY)
+        candidate(&code, arguments).unwrap_or(ProbePoint::ENTRY)
     }
 
     const PUSH_RBP: &[u8] = &[0x55];
@@ -193,8 +193,8 @@ mod tests {
     #[test]
     fn what_it_does_not_read_may_be_lost() {
         assert_eq!(place_of(&[XOR_ESI, PUSH_RBP], &[1]).offset, 2);
-        assert_eq!(place_of(&[XOR_ESI, PUSH_RBP], &[1, 2]), ProbePlace::ENTRY);
-        assert_eq!(place_of(&[SUB_RSP, PUSH_RBP], &[]), ProbePlace::ENTRY);
+        assert_eq!(place_of(&[XOR_ESI, PUSH_RBP], &[1, 2]), ProbePoint::ENTRY);
+        assert_eq!(place_of(&[SUB_RSP, PUSH_RBP], &[]), ProbePoint::ENTRY);
     }
 
     #[test]
@@ -206,14 +206,14 @@ mod tests {
         assert_eq!((place.offset, place.register_of(1)), (6, 1));
         // Half of an argument is no copy.
         let place = place_of(&[MOV_EDI_TO_ESI, XOR_EDI, PUSH_RBP], &[1]);
-        assert_eq!(place, ProbePlace::ENTRY);
+        assert_eq!(place, ProbePoint::ENTRY);
         assert_eq!(
             place_of(&[MOV_RDI_TO_RSI, XOR_EDI, XOR_ESI, PUSH_RBP], &[1]),
-            ProbePlace::ENTRY
+            ProbePoint::ENTRY
         );
         // The second argument is lost.
         let place = place_of(&[MOV_RDI_TO_RSI, XOR_EDI, PUSH_RBP], &[1, 2]);
-        assert_eq!(place, ProbePlace::ENTRY);
+        assert_eq!(place, ProbePoint::ENTRY);
     }
 
     #[test]
@@ -245,8 +245,8 @@ mod tests {
     fn no_code_and_code_that_does_not_decode() {
         assert_eq!(candidate(&[], &[1]), None);
         assert_eq!(candidate(&[0x06], &[1]), None);
-        assert_eq!(nearest(&[], true), Some(ProbePlace::ENTRY));
-        assert_eq!(nearest(&[0x06], true), Some(ProbePlace::ENTRY));
+        assert_eq!(nearest(&[], true), Some(ProbePoint::ENTRY));
+        assert_eq!(nearest(&[0x06], true), Some(ProbePoint::ENTRY));
         assert_eq!(offset_of(&[TEST_RDI, &[0x06]]), 0);
     }
 }

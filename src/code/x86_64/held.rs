@@ -23,9 +23,9 @@ const ARGUMENT_REGISTERS: [Register; ARGUMENTS] = [
 /// Contents of the registers, by the registers' numbers in the instruction set: the number of the argument that a
 /// register holds as it was at entry, or None for any other value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Held([Option<u8>; 16]);
+pub(crate) struct RegisterContents([Option<u8>; 16]);
 
-impl Held {
+impl RegisterContents {
     pub(crate) fn at_entry() -> Self {
         let mut held = Self([None; 16]);
         for (register, argument) in ARGUMENT_REGISTERS.iter().zip(1..) {

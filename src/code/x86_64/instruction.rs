@@ -25,7 +25,7 @@ pub fn code_at(file: &File, offset: u64) -> Result<Code> {
 }
 
 /// Whether these bytes begin with an instruction, as far as they tell.
-pub fn begins(code: &Code) -> bool {
+pub fn is_valid(code: &Code) -> bool {
     !Decoder::new(64, code, DecoderOptions::NONE)
         .decode()
         .is_invalid()
@@ -39,9 +39,9 @@ mod tests {
     fn instructions_and_what_is_none() {
         let mut code = Code::default();
         code[..4].copy_from_slice(&[0xf3, 0x0f, 0x1e, 0xfa]);
-        assert!(begins(&code), "endbr64");
+        assert!(is_valid(&code), "endbr64");
         // push %es is of 32-bit code.
-        assert!(!begins(&[0x06; LONGEST]));
+        assert!(!is_valid(&[0x06; LONGEST]));
     }
 
     #[test]

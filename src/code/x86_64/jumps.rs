@@ -21,7 +21,7 @@ const FAR_JUMP: usize = 6;
 
 /// Whether a function has a jump through a table or a register, whose targets are not in the code. A jump through a
 /// variable of the file's own does not count, as it goes to another function.
-pub(crate) fn lead_anywhere(code: &[u8]) -> bool {
+pub(crate) fn has_indirect_jump(code: &[u8]) -> bool {
     let decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
     decoder.into_iter().any(|instruction| {
         instruction.flow_control() == FlowControl::IndirectBranch
@@ -33,7 +33,7 @@ pub(crate) fn lead_anywhere(code: &[u8]) -> bool {
 /// Returns the indexes of the `windows` that a direct jump leads into, from anywhere in the file: a function's cold
 /// part is elsewhere and jumps back, and functions written by hand share their ends. Each index is returned once,
 /// however many jumps lead into its window. No window is longer than [`MAX_OFFSET`] bytes.
-pub(crate) fn lead_into(
+pub(crate) fn windows_with_jump_target(
     file: &File,
     segments: &[CodeSegment],
     mut windows: Vec<(Range<u64>, usize)>,
@@ -134,9 +134,9 @@ mod tests {
     #[test]
     fn jumps_without_a_target_could_lead_anywhere() {
         // jmp *%rax
-        assert!(lead_anywhere(&[TEST_RDI, JE_2, &[0xff, 0xe0]].concat()));
+        assert!(has_indirect_jump(&[TEST_RDI, JE_2, &[0xff, 0xe0]].concat()));
         // jmp *0x1000(%rip)
-        assert!(!lead_anywhere(
+        assert!(!has_indirect_jump(
             &[TEST_RDI, JE_2, &[0xff, 0x25, 0, 0x10, 0, 0]].concat()
         ));
     }
@@ -170,7 +170,7 @@ mod tests {
     fn many_jumps_into_a_function_lead_into_it_once() {
         // jmp to the second byte, three times.
         let (file, segment) = file_of(&[0xeb, 0xff, 0xeb, 0xfd, 0xeb, 0xfb]);
-        let hit = lead_into(&file, &[segment], vec![(0x1001..0x1003, 7)]);
+        let hit = windows_with_jump_target(&file, &[segment], vec![(0x1001..0x1003, 7)]);
         assert_eq!(hit.expect("a read"), [7]);
     }
 
@@ -183,7 +183,7 @@ mod tests {
             (0x1001..0x1002, 8),
             (0x1003..0x1005, 5),
         ];
-        let hit = lead_into(&file, &[segment], windows.to_vec());
+        let hit = windows_with_jump_target(&file, &[segment], windows.to_vec());
         assert_eq!(hit.expect("a read"), [3, 8]);
     }
 }

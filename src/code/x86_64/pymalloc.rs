@@ -14,8 +14,8 @@
 //! *(block **)block = pool->freeblock; pool->freeblock = block; pool->count--;     /* gives one back */
 //! ```
 //!
-//! `freeblock` is the slot at the instruction that changes the count, in both directions, in each of the 4 to 300 copies
-//! in eleven interpreters that were examined (CPython 3.10 to 3.15 by GCC 11 to 15). A file with a copy in another
+//! `freeblock` is the slot at the instruction that changes the count, in both directions, in each of the 4 to 300
+//! copies in eleven interpreters that were examined (CPython 3.10 to 3.15 by GCC 11 to 15). A file with a copy in another
 //! order is refused. The first slot of a pool is taken by a function of its own, `allocate_from_new_pool`, which sets
 //! the count to 1 and is never copied. Pools of 4 KiB, as they were before 3.10, are refused.
 
@@ -28,7 +28,7 @@ use std::ops::Range;
 use anyhow::Result;
 use iced_x86::Register;
 
-use self::body::{Body, Copy, Found};
+use self::body::{Body, Found, InlinedPymalloc};
 use super::jumps;
 use crate::code::elf::{self, MAX_FUNCTION};
 use crate::code::elf_file::read_at;
@@ -41,27 +41,27 @@ const MAX_CODE: u64 = 32 << 20;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pymalloc {
     /// Copies that take or give back a slot, ascending by offset.
-    pub slots: Vec<SlotPlace>,
+    pub slots: Vec<SlotProbe>,
     /// Bytes in the file of the function that makes a pool and returns the pool's first slot.
     pub new_pool: Range<u64>,
 }
 
 /// Direction in which a copy of pymalloc moves a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Moves {
+pub enum SlotOp {
     /// The slot is allocated.
-    Taken,
+    Alloc,
     /// The slot is freed.
-    GivenBack,
+    Free,
 }
 
 /// Instruction that is executed once for each slot that a copy of pymalloc takes or gives back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SlotPlace {
+pub struct SlotProbe {
     /// Offset of the instruction in the file.
     pub file_offset: u64,
     /// Direction of the copy.
-    pub moves: Moves,
+    pub moves: SlotOp,
     /// Number of the register with the address of the pool's header, as in the encoding of instructions.
     pub pool: u8,
     /// Number of the register with the address of the slot; None where `freeblock` of the pool is the slot.
@@ -109,17 +109,17 @@ pub fn places(file: &File, functions: &[Range<u64>]) -> Result<Option<Pymalloc>>
             Some((probed.change.address + 1..jump.address + 1, index))
         })
         .collect();
-    for index in jumps::lead_into(file, &segments, windows)? {
+    for index in jumps::windows_with_jump_target(file, &segments, windows)? {
         search.probed[index].jump = None;
     }
-    let mut slots: Vec<SlotPlace> = search.probed.iter().map(Probed::place).collect();
+    let mut slots: Vec<SlotProbe> = search.probed.iter().map(Probed::place).collect();
     slots.sort_by_key(|slot| slot.file_offset);
     Ok(Some(Pymalloc { slots, new_pool }))
 }
 
 /// Copy of pymalloc with the instructions at which it can be probed.
 struct Probed {
-    moves: Moves,
+    moves: SlotOp,
     pool: Register,
     /// Instruction that changes the count.
     change: Place,
@@ -135,7 +135,7 @@ struct Place {
 }
 
 impl Probed {
-    fn new(body: &Body, copy: &Copy, file_offset: impl Fn(u64) -> u64) -> Self {
+    fn new(body: &Body, copy: &InlinedPymalloc, file_offset: impl Fn(u64) -> u64) -> Self {
         let place = |at: usize, slot| {
             let address = body.instructions[at].ip();
             Place {
@@ -153,10 +153,10 @@ impl Probed {
         }
     }
 
-    fn place(&self) -> SlotPlace {
+    fn place(&self) -> SlotProbe {
         let number = |register: Register| register.number() as u8;
         let at = self.jump.as_ref().unwrap_or(&self.change);
-        SlotPlace {
+        SlotProbe {
             file_offset: at.file_offset,
             moves: self.moves,
             pool: number(self.pool),
@@ -189,10 +189,10 @@ impl Search {
             moves.insert(copy.moves);
             self.probed.push(Probed::new(body, &copy, &file_offset));
         }
-        if moves.contains(&Moves::Taken) {
+        if moves.contains(&SlotOp::Alloc) {
             self.called.extend(body.calls());
         }
-        self.masks_pools |= moves.contains(&Moves::GivenBack) && body.masks_pools();
+        self.masks_pools |= moves.contains(&SlotOp::Free) && body.masks_pools();
         if body.makes_pools(&counted) {
             let Range { start, end } = body.range;
             let first = file_offset(start);
@@ -274,22 +274,22 @@ mod tests {
         Some(search)
     }
 
-    fn places(search: &Search) -> Vec<SlotPlace> {
+    fn places(search: &Search) -> Vec<SlotProbe> {
         search.probed.iter().map(Probed::place).collect()
     }
 
     #[test]
     fn slots_are_seen_at_the_jump_behind_their_count() {
         let found = search(&[TAKE, GIVE_BACK, MAKE]).expect("a known order");
-        let taken = SlotPlace {
+        let taken = SlotProbe {
             file_offset: 0x1a,
-            moves: Moves::Taken,
+            moves: SlotOp::Alloc,
             pool: RDX,
             slot: Some(RAX),
         };
-        let given_back = SlotPlace {
+        let given_back = SlotProbe {
             file_offset: 0x42,
-            moves: Moves::GivenBack,
+            moves: SlotOp::Free,
             pool: RSI,
             slot: None,
         };
@@ -302,9 +302,9 @@ mod tests {
         // mov %rbx,%rax, before the test: the slot's register is overwritten.
         let overwritten = [&TAKE[..0x17], &[0x48, 0x89, 0xd8], &TAKE[0x17..]].concat();
         let found = search(&[&overwritten]).expect("a known order");
-        let at_count = SlotPlace {
+        let at_count = SlotProbe {
             file_offset: 0xd,
-            moves: Moves::Taken,
+            moves: SlotOp::Alloc,
             pool: RDX,
             slot: None,
         };

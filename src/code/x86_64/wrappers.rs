@@ -17,7 +17,7 @@ use iced_x86::{
 };
 use rustc_hash::FxHashSet;
 
-use super::held::{Held, writes};
+use super::held::{RegisterContents, writes};
 use super::instruction::LONGEST;
 use crate::code::elf::{self, CodeSegment, Function};
 use crate::code::elf_file::Elf;
@@ -47,7 +47,7 @@ pub enum Callee<'a> {
 
 /// Part of a call that a function passes on unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Passes {
+pub enum Forwarded {
     /// The result, as `operator new` does.
     Result,
     /// The arguments, as `operator delete` does.
@@ -56,7 +56,7 @@ pub enum Passes {
 
 /// Whether a function passes its calls on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Passing {
+pub enum Forwarding {
     /// The function does not call the other one, as far as the code tells.
     Never,
     /// The function calls the other one on some paths, and returns without a call on others.
@@ -77,9 +77,9 @@ pub struct Calls {
 
 /// Arguments that a function gives to the function that it calls: which of its own arguments each one is.
 #[derive(Debug, Clone, Copy)]
-pub struct Given(Held);
+pub struct CallArguments(RegisterContents);
 
-impl Given {
+impl CallArguments {
     /// Returns the number of the caller's own argument that is given as `argument`; None if another value is given.
     pub fn as_argument(&self, argument: u8) -> Option<u8> {
         self.0.in_register_of(argument)
@@ -90,9 +90,9 @@ impl Given {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum State {
     /// The other function was not called, or its result was overwritten.
-    Before(Held),
+    Before(RegisterContents),
     /// The other function was called, and what it passes on is unchanged.
-    Passed(Held),
+    Passed(RegisterContents),
 }
 
 impl Calls {
@@ -101,7 +101,7 @@ impl Calls {
     /// # Errors
     /// If it is no 64-bit ELF file, or its imports make no sense.
     pub fn of(file: &File) -> Result<Self> {
-        let elf = Elf::read(file)?.expect_64_bit()?;
+        let elf = Elf::read(file)?.require_64_bit()?;
         Ok(Self {
             imports: elf.imports()?,
             segments: elf.code()?,
@@ -112,17 +112,17 @@ impl Calls {
 
     /// Returns whether a function passes its calls on to one of `others`. `others` is asked about each function that
     /// is called, with the arguments that this function is given.
-    pub fn passing(
+    pub fn forwarding(
         &self,
         function: &Function,
-        passes: Passes,
-        others: impl Fn(Callee<'_>, Given) -> bool,
-    ) -> Passing {
+        passes: Forwarded,
+        others: impl Fn(Callee<'_>, CallArguments) -> bool,
+    ) -> Forwarding {
         let Some(entry) = elf::address(&self.segments, function.file_offset) else {
-            return Passing::Never;
+            return Forwarding::Never;
         };
         let mut information = InstructionInfoFactory::new();
-        let mut ways = vec![(entry, State::Before(Held::at_entry()))];
+        let mut ways = vec![(entry, State::Before(RegisterContents::at_entry()))];
         let mut seen = FxHashSet::default();
         let (mut always, mut ever) = (true, false);
         while let Some((address, state)) = ways.pop() {
@@ -139,7 +139,7 @@ impl Calls {
             let next = instruction.next_ip();
             let callee = self.callee(&instruction);
             let held = state.held();
-            let passed = callee.is_some_and(|callee| others(callee, Given(held)));
+            let passed = callee.is_some_and(|callee| others(callee, CallArguments(held)));
             ever |= passed;
             match instruction.flow_control() {
                 FlowControl::Next => {
@@ -162,7 +162,7 @@ impl Calls {
                     let after = match (passed, state, passes) {
                         (true, ..) => State::Passed(held),
                         // A block that was freed stays freed.
-                        (false, State::Passed(_), Passes::Arguments) => State::Passed(held),
+                        (false, State::Passed(_), Forwarded::Arguments) => State::Passed(held),
                         _ => State::Before(held),
                     };
                     if !ends {
@@ -176,9 +176,9 @@ impl Calls {
             }
         }
         match (ever, always) {
-            (false, _) => Passing::Never,
-            (true, false) => Passing::Sometimes,
-            (true, true) => Passing::Always,
+            (false, _) => Forwarding::Never,
+            (true, false) => Forwarding::Sometimes,
+            (true, true) => Forwarding::Always,
         }
     }
 
@@ -272,7 +272,7 @@ impl Calls {
 }
 
 impl State {
-    fn held(self) -> Held {
+    fn held(self) -> RegisterContents {
         let (Self::Before(held) | Self::Passed(held)) = self;
         held
     }
@@ -282,12 +282,12 @@ impl State {
         self,
         information: &mut InstructionInfoFactory,
         instruction: &Instruction,
-        passes: Passes,
+        passes: Forwarded,
     ) -> Self {
         let held = self.held().after(information, instruction);
         let used = information.info(instruction).used_registers().iter();
         let mut changed = used.filter(|used| writes(used.access()));
-        let result_is_lost = passes == Passes::Result
+        let result_is_lost = passes == Forwarded::Result
             && changed.any(|used| used.register().full_register() == Register::RAX);
         match self {
             Self::Passed(_) if !result_is_lost => Self::Passed(held),

@@ -38,29 +38,29 @@ pub struct Heaps {
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Stack {
     number: u64,
-    bytes: Flow,
-    blocks: Flow,
+    bytes: Totals,
+    blocks: Totals,
 }
 
 /// Sums of what was allocated and freed. The format takes these sums, while a report has what is outstanding.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-struct Flow {
-    came: u64,
-    went: u64,
+struct Totals {
+    allocated: u64,
+    freed: u64,
 }
 
-impl Flow {
+impl Totals {
     /// Adds the least that must have been allocated or freed for `now` to be outstanding. Returns whether anything
     /// was added.
     fn reach(&mut self, now: u64) -> bool {
-        let before = self.came - self.went;
-        self.came += now.saturating_sub(before);
-        self.went += before.saturating_sub(now);
+        let before = self.allocated - self.freed;
+        self.allocated += now.saturating_sub(before);
+        self.freed += before.saturating_sub(now);
         now != before
     }
 
     fn is_empty(self) -> bool {
-        self.came == self.went
+        self.allocated == self.freed
     }
 }
 
@@ -123,7 +123,7 @@ impl Heaps {
     /// Makes the packet of the stacks that have changed, with all the entries that they refer to.
     fn packet(
         &mut self,
-        there: &HashMap<(u32, Vec<u64>), [u64; 2]>,
+        outstanding: &HashMap<(u32, Vec<u64>), [u64; 2]>,
         heap_name: &str,
     ) -> ProfilePacket {
         let mut packet = ProfilePacket {
@@ -133,7 +133,7 @@ impl Heaps {
         let mut samples: HashMap<u32, Vec<HeapSample>> = HashMap::new();
         let mut frames = BTreeSet::new();
         for (key, stack) in &mut self.stacks {
-            let [blocks, bytes] = there.get(key).copied().unwrap_or_default();
+            let [blocks, bytes] = outstanding.get(key).copied().unwrap_or_default();
             if !(stack.blocks.reach(blocks) | stack.bytes.reach(bytes)) {
                 continue;
             }
@@ -145,10 +145,10 @@ impl Heaps {
             });
             samples.entry(*pid).or_default().push(HeapSample {
                 callstack_id: stack.number,
-                self_allocated: stack.bytes.came,
-                self_freed: stack.bytes.went,
-                alloc_count: stack.blocks.came,
-                free_count: stack.blocks.went,
+                self_allocated: stack.bytes.allocated,
+                self_freed: stack.bytes.freed,
+                alloc_count: stack.blocks.allocated,
+                free_count: stack.blocks.freed,
             });
         }
         self.tables.describe(frames, &mut packet);
@@ -334,7 +334,7 @@ mod tests {
 
     use super::super::tests::Packets;
     use super::*;
-    use crate::export::profile::Value;
+    use crate::export::profile::ValueType;
 
     fn report(samples: &[(u32, &str, [u64; 2])]) -> Profile {
         let sample = |&(pid, function, values): &(u32, &str, [u64; 2])| Sample {
@@ -358,10 +358,10 @@ mod tests {
             since: clock::now(),
             until: clock::now(),
             values: vec![
-                Value::count("inuse_objects", "allocations"),
-                Value::bytes("inuse_space"),
+                ValueType::count("inuse_objects", "allocations"),
+                ValueType::bytes("inuse_space"),
             ],
-            main: 1,
+            main_value: 1,
             by_thread: false,
             samples: samples.iter().map(sample).collect(),
             remarks: Vec::new(),

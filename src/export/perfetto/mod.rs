@@ -27,12 +27,12 @@ use nix::time::{ClockId, clock_gettime};
 pub use self::heap::Heaps;
 use self::message::{TracePacket, TrackDescriptor};
 pub use self::tracks::Tracks;
-use crate::export::replace::expect_file;
+use crate::export::atomic_file::expect_file;
 use crate::print::clock;
 use crate::print::text;
 
 /// Bytes of packets that are buffered before they are written.
-const ENOUGH: usize = 1 << 20;
+const FLUSH_BYTES: usize = 1 << 20;
 /// Change in the difference of CLOCK_BOOTTIME and CLOCK_MONOTONIC that is ignored, as both cannot be read at once. A
 /// larger change is a time in which the machine was suspended.
 const READ_APART: Duration = Duration::from_millis(1);
@@ -89,7 +89,7 @@ impl Trace {
         };
         // Field 1 of the message `Trace` is `packet`.
         prost::encoding::message::encode(1, &packet, &mut self.packets);
-        if self.packets.len() > ENOUGH {
+        if self.packets.len() > FLUSH_BYTES {
             self.flush();
         }
     }

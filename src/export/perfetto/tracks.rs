@@ -13,9 +13,9 @@ use crate::print::clock::{self, Clock};
 use crate::print::timeline::{Count, Event, Timeline, Unit};
 
 /// Limit on the tracks that are remembered as described. Beyond it all are described once more.
-const MOST_DESCRIBED: usize = 1 << 16;
+const MAX_DESCRIBED: usize = 1 << 16;
 /// Limit on the number of counters. Counts beyond it are added up in one counter for the others of that name.
-const MOST_COUNTERS: usize = 10_000;
+const MAX_COUNTERS: usize = 10_000;
 /// Fields of a row that an event's track or its name shows already.
 const ON_TRACK: [&str; 5] = ["type", "time", "pid", "tid", "comm"];
 
@@ -56,7 +56,7 @@ impl Tracks {
         let uuid = track.uuid;
         let called = (&track.name, track.thread.as_ref().map(|it| &it.thread_name));
         let process = track.process.as_ref().map(|it| &it.process_name);
-        if self.described.len() >= MOST_DESCRIBED {
+        if self.described.len() >= MAX_DESCRIBED {
             self.described.clear();
         }
         if self.described.insert((uuid, hash(&(called, process)))) {
@@ -93,7 +93,7 @@ impl Tracks {
         let mut uuid = own_number(&("counter", tool, &count.name, pid));
         let mut name = count.name.to_string();
         let mut process = count.process;
-        if self.sums.len() >= MOST_COUNTERS && !self.sums.contains_key(&uuid) {
+        if self.sums.len() >= MAX_COUNTERS && !self.sums.contains_key(&uuid) {
             name.push_str(", others");
             uuid = own_number(&("others", tool, &name));
             process = None;
@@ -177,7 +177,7 @@ impl Timeline for Tracks {
             self.push_sum(self.began, track, 0);
         }
         let sum = self.sums.entry(track).or_default();
-        *sum += count.more;
+        *sum += count.increase;
         let sum = *sum;
         self.push_sum(time, track, sum);
     }
@@ -248,7 +248,7 @@ mod tests {
             unit: Unit::Count,
             process: Some((pid, "sh")),
             time,
-            more: 3,
+            increase: 3,
         }
     }
 
@@ -258,7 +258,7 @@ mod tests {
         let path = folder.path().join("a.pftrace");
         let mut tracks = Tracks::create(&path, "faults").expect("room");
         let time = Clock::new().local(clock::monotonic_ns());
-        let pids = MOST_COUNTERS as u32 + 7;
+        let pids = MAX_COUNTERS as u32 + 7;
         for pid in (1..=pids).chain(1..=pids) {
             tracks.count(&count(pid, &time));
         }
@@ -275,7 +275,7 @@ mod tests {
                 sums.insert(event.track_uuid, event.counter_value.expect("a value"));
             }
         }
-        assert_eq!(sums.len(), MOST_COUNTERS + 1);
+        assert_eq!(sums.len(), MAX_COUNTERS + 1);
         assert_eq!(sums.values().sum::<i64>(), 2 * 3 * i64::from(pids));
         let others = names
             .iter()

@@ -5,7 +5,7 @@ use std::io::Read;
 use flate2::read::GzDecoder;
 
 use super::*;
-use crate::export::profile::Value;
+use crate::export::profile::ValueType;
 use crate::stacks::named::FrameKind;
 
 fn frame(name: Option<&str>, address: u64, kernel: bool) -> Frame {
@@ -48,10 +48,10 @@ fn decoded(samples: Vec<Sample>) -> message::Profile {
         since: "2026-11-22T12:55:15+00:00[+00:00]".parse().expect("a time"),
         until: "2026-11-22T12:55:18+00:00[+00:00]".parse().expect("a time"),
         values: vec![
-            Value::count("alloc_objects", "allocations"),
-            Value::bytes("alloc_space"),
+            ValueType::count("alloc_objects", "allocations"),
+            ValueType::bytes("alloc_space"),
         ],
-        main: 1,
+        main_value: 1,
         by_thread: false,
         samples,
         remarks: vec!["estimated".into()],

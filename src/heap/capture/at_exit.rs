@@ -25,7 +25,7 @@ use crate::heap::image::{GENERAL_REGISTERS, Image};
 use crate::process::proc::Process;
 
 /// Time between two checks of whether the other threads are held, too.
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Events for which the kernel stops a thread: its end, and the start of another thread.
 const OPTIONS: libc::c_int = libc::PTRACE_O_TRACEEXIT | libc::PTRACE_O_TRACECLONE;
@@ -36,8 +36,8 @@ pub struct AtExit {
     pid: u32,
     images: Receiver<Result<Image>>,
     /// Socket that becomes readable when there is an image, or an error instead.
-    told: UnixStream,
-    /// Copy of the other end of `told`. While it is open, the end of the thread does not make `told` readable.
+    ready: UnixStream,
+    /// Copy of the other end of `ready`. While it is open, the end of the thread does not make `told` readable.
     _other: UnixStream,
     /// Channel on which the thread waits while the command is held.
     release: Sender<()>,
@@ -60,7 +60,7 @@ impl AtExit {
             .spawn(move || {
                 let seized = stop::request(libc::PTRACE_SEIZE, pid, OPTIONS as usize);
                 let is_ok = seized.is_ok();
-                let watch = Watch {
+                let watch = ExitTracer {
                     pid,
                     held: BTreeSet::new(),
                 };
@@ -78,7 +78,7 @@ impl AtExit {
             Ok(Ok(())) => Ok(Self {
                 pid,
                 images,
-                told,
+                ready: told,
                 _other: other,
                 release,
             }),
@@ -94,7 +94,7 @@ impl AtExit {
     /// If no image can be taken.
     pub fn image(&self) -> Result<Option<Image>> {
         self.images.try_recv().map_or(Ok(None), |image| {
-            let _ = (&self.told).read(&mut [0]);
+            let _ = (&self.ready).read(&mut [0]);
             image.map(Some)
         })
     }
@@ -113,12 +113,12 @@ impl AtExit {
 
 impl AsFd for AtExit {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.told.as_fd()
+        self.ready.as_fd()
     }
 }
 
 /// State of the thread that traces the process.
-struct Watch {
+struct ExitTracer {
     pid: u32,
     /// Threads that the kernel holds at their end.
     held: BTreeSet<u32>,
@@ -126,16 +126,16 @@ struct Watch {
 
 /// Reason why a thread is at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
+enum ExitReason {
     /// The thread calls exit(2), for itself alone.
-    Own,
+    ThreadExit,
     /// The process ends by SIGKILL, or another thread's exec(2) ends this one.
     Killed,
     /// The process ends, or another thread's exec(2) ends this one.
-    Of,
+    ProcessExit,
 }
 
-impl Watch {
+impl ExitTracer {
     /// Passes on events until all threads are held, and then gives the image to `take`. The threads go on when `take`
     /// returns. If the process is killed, its threads go on without an image.
     fn follow(mut self, take: impl FnOnce(Result<Image>)) {
@@ -157,7 +157,7 @@ impl Watch {
                         self.pass_on(tid, status);
                     }
                 }
-                Ok(Next::Nothing) => thread::sleep(LOOK),
+                Ok(Next::Nothing) => thread::sleep(POLL_INTERVAL),
             }
             if self.is_exec() {
                 self.let_go();
@@ -179,14 +179,14 @@ impl Watch {
             let _ = stop::request(libc::PTRACE_CONT, tid, with as usize);
         };
         match status >> 16 {
-            libc::PTRACE_EVENT_EXIT => match end(self.pid, tid) {
-                End::Of => {
+            libc::PTRACE_EVENT_EXIT => match exit_reason(self.pid, tid) {
+                ExitReason::ProcessExit => {
                     self.held.insert(tid);
                 }
-                End::Own if self.is_last(tid) => {
+                ExitReason::ThreadExit if self.is_last(tid) => {
                     self.held.insert(tid);
                 }
-                End::Own | End::Killed => go_on(0),
+                ExitReason::ThreadExit | ExitReason::Killed => go_on(0),
             },
             // A child process that shares its parent's memory, not a thread: PTRACE_O_TRACECLONE reports both.
             libc::PTRACE_EVENT_STOP if !is_thread(self.pid, tid) => {
@@ -240,10 +240,10 @@ impl Watch {
 }
 
 /// Returns the reason why a thread is at its end.
-fn end(pid: u32, tid: u32) -> End {
+fn exit_reason(pid: u32, tid: u32) -> ExitReason {
     let code = event_message(tid).unwrap_or_default();
     if code & 0x7f == libc::SIGKILL as u64 {
-        return End::Killed;
+        return ExitReason::Killed;
     }
     let general = stop::register_set(tid, libc::NT_PRSTATUS, 8 * GENERAL_REGISTERS.len());
     let at = GENERAL_REGISTERS
@@ -253,9 +253,9 @@ fn end(pid: u32, tid: u32) -> End {
         .zip(at)
         .and_then(|(words, at)| words.get(at).copied());
     if call == Some(libc::SYS_exit as u64) && is_thread(pid, tid) {
-        End::Own
+        ExitReason::ThreadExit
     } else {
-        End::Of
+        ExitReason::ProcessExit
     }
 }
 

@@ -12,8 +12,8 @@ use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
 use super::arch;
+use crate::heap::page_index::PAGE;
 use crate::heap::page_runs::PageRuns;
-use crate::heap::page_table::PAGE;
 
 /// Bytes that a thread copies at a time. With less, threads wait for each other. With more, threads end at different
 /// times, and the caches have no space for the pieces.
@@ -62,7 +62,7 @@ pub(super) fn threads() -> usize {
 ///
 /// # Errors
 /// If there is no memory for them.
-pub(super) fn near_buffers() -> Result<Vec<MmapMut>> {
+pub(super) fn staging_buffers() -> Result<Vec<MmapMut>> {
     (0..threads()).map(|_| buffer(2 * PIECE)).collect()
 }
 
@@ -225,7 +225,7 @@ mod tests {
             start + (4 << 20)..start + (5 << 20),
         ];
         let mut copied = buffer(5 << 20).expect("memory");
-        let mut near = near_buffers().expect("memory");
+        let mut near = staging_buffers().expect("memory");
         assert_eq!(
             copy(std::process::id(), &runs, &mut copied, &mut near).expect("room"),
             []

@@ -1,7 +1,7 @@
 //! Capture of the image of a live process.
 //!
 //! [`Request::take`] checks first what can go wrong. It refuses, with the reason, rather than hold a process for
-//! longer than allowed. Then it allocates the buffers for the copy (`room`) and stops the threads (`stop`). While
+//! longer than allowed. Then it allocates the buffers for the copy (`buffers`) and stops the threads (`stop`). While
 //! they stand still, it copies (`copy`) their registers, the mappings, and the pages that are present (`pages`).
 //! Nothing is judged until the threads run again. Most pages can be copied before the stop, where the kernel marks
 //! pages that are written later (`soft_dirty`). A command can instead be held at its exit, and be copied there
@@ -11,9 +11,9 @@
 #[path = "x86_64.rs"]
 mod arch;
 pub mod at_exit;
+mod buffers;
 mod copy;
 mod pages;
-mod room;
 mod soft_dirty;
 mod stop;
 mod tries;
@@ -37,9 +37,9 @@ use crate::print::{clock, text};
 use crate::process::proc::Process;
 use crate::process::translator;
 
+use buffers::CopyBuffers;
 use pages::{Found, Pages};
-use room::Room;
-use stop::{Late, Stopped};
+use stop::{Stopped, UnstoppedThread};
 use tries::Tries;
 
 /// Number of times that a process may outgrow the buffers for its copy.
@@ -62,7 +62,7 @@ const JUDGED_BYTES: u64 = 80;
 enum Taken {
     Image(Box<Image>),
     /// A thread did not stop in time.
-    Late(Late),
+    Late(UnstoppedThread),
     /// The process has outgrown the buffers for its copy.
     Outgrown,
 }
@@ -102,7 +102,7 @@ impl Request<'_> {
                  marks that --pre-copy clears, and would miss some: leave out --pre-copy"
             );
         }
-        if self.pre_copy && !soft_dirty::is_there()? {
+        if self.pre_copy && !soft_dirty::is_supported()? {
             bail!(
                 "this kernel does not mark the pages that a process writes (CONFIG_MEM_SOFT_DIRTY), so that nothing can be \
                  copied before process {pid} stands still: leave out --pre-copy"
@@ -123,7 +123,7 @@ impl Request<'_> {
             });
             match taken? {
                 Taken::Image(image) => {
-                    if let Some(told) = tries.told() {
+                    if let Some(told) = tries.message() {
                         eprintln!("{tool}: {told}");
                     }
                     return Ok(*image);
@@ -136,9 +136,9 @@ impl Request<'_> {
     }
 
     /// Allocates the buffers for the copy, and copies what can be copied before the stop.
-    fn make_room(&self, pages: &mut Pages, rate: f64) -> Result<Room> {
+    fn make_room(&self, pages: &mut Pages, rate: f64) -> Result<CopyBuffers> {
         let pid = self.process.pid();
-        let (_, found) = look(pid, pages, false)?;
+        let (_, found) = list_pages(pid, pages, false)?;
         let bytes = page_runs::bytes(&found.wanted);
         let mut work = Work {
             all: bytes,
@@ -146,21 +146,21 @@ impl Request<'_> {
             threads: fs::read_dir(format!("/proc/{pid}/task")).map_or(1, Iterator::count),
         };
         if !self.pre_copy {
-            self.expect_short(&work, rate)?;
+            self.expect_allowed_pause(&work, rate)?;
         }
         let room = bytes + bytes / 16 + SLACK;
-        expect_room(pid, room)?;
-        let mut room = Room::empty(room)?;
+        expect_memory_to_copy(pid, room)?;
+        let mut room = CopyBuffers::empty(room)?;
         if self.pre_copy {
-            room.fill(pid, pages, found.wanted)?;
-            let (_, found) = look(pid, pages, true)?;
+            room.pre_copy(pid, pages, found.wanted)?;
+            let (_, found) = list_pages(pid, pages, true)?;
             work.all = page_runs::bytes(&found.wanted);
-            work.due = page_runs::bytes(&due(pid, pages, &room, &found)?);
-            self.expect_short(&work, rate)?;
+            work.due = page_runs::bytes(&pending_pages(pid, pages, &room, &found)?);
+            self.expect_allowed_pause(&work, rate)?;
             let late = work.due + work.due / 4 + SLACK;
             let what = format!("a copy of what process {pid} writes meanwhile takes");
-            is_there(&what, late, available())?;
-            room.make_late(late)?;
+            expect_memory(&what, late, available())?;
+            room.allocate_stop_buffer(late)?;
         }
         Ok(room)
     }
@@ -169,7 +169,7 @@ impl Request<'_> {
         &self,
         tool: &str,
         pages: &mut Pages,
-        mut room: Room,
+        mut room: CopyBuffers,
         rate: f64,
     ) -> Result<Taken> {
         let pid = self.process.pid();
@@ -181,10 +181,10 @@ impl Request<'_> {
         };
         let copied_ns = clock::monotonic_ns();
         let threads = stopped.registers();
-        let (areas, found) = look(pid, pages, self.pre_copy)?;
-        let due = due(pid, pages, &room, &found)?;
+        let (areas, found) = list_pages(pid, pages, self.pre_copy)?;
+        let due = pending_pages(pid, pages, &room, &found)?;
         let wanted = found.wanted;
-        if !room.holds(&wanted, &due) {
+        if !room.has_capacity_for(&wanted, &due) {
             return Ok(Taken::Outgrown);
         }
         let work = Work {
@@ -192,12 +192,14 @@ impl Request<'_> {
             due: page_runs::bytes(&due),
             threads: stopped.count(),
         };
-        let foretold = work.foretell(rate);
+        let foretold = work.predict_pause(rate);
         if foretold > self.max_pause {
             drop(stopped);
             return Err(self.refusal(&work, foretold));
         }
-        let idle = self.idle.map(|watch| watch.look(pages.pagemap(), &wanted));
+        let idle = self
+            .idle
+            .map(|watch| watch.sample(pages.pagemap(), &wanted));
         let mut idle = idle.transpose()?;
         let unread = room.copy(pid, &due)?;
         drop(stopped);
@@ -225,7 +227,7 @@ impl Request<'_> {
             copied_ns,
             unread: page_runs::bytes(&unread),
             idle,
-            ..named(pid, threads)
+            ..image_without_memory(pid, threads)
         };
         let copy = room.finish(&wanted, &due)?;
         image.set_memory(wanted, copy)?;
@@ -233,8 +235,8 @@ impl Request<'_> {
     }
 
     /// Fails if the predicted pause is longer than allowed.
-    fn expect_short(&self, work: &Work, rate: f64) -> Result<()> {
-        let foretold = work.foretell(rate);
+    fn expect_allowed_pause(&self, work: &Work, rate: f64) -> Result<()> {
+        let foretold = work.predict_pause(rate);
         if foretold > self.max_pause {
             return Err(self.refusal(work, foretold));
         }
@@ -244,7 +246,7 @@ impl Request<'_> {
     /// Returns the error about a pause that would be too long. The process must run by then, as this function may try
     /// whether the kernel has soft-dirty marks.
     fn refusal(&self, work: &Work, foretold: Duration) -> anyhow::Error {
-        let or = if !self.pre_copy && soft_dirty::is_there().unwrap_or(false) {
+        let or = if !self.pre_copy && soft_dirty::is_supported().unwrap_or(false) {
             ", or have most of it copied before: --pre-copy"
         } else {
             ""
@@ -273,7 +275,7 @@ struct Work {
 
 impl Work {
     /// Predicts how long the work takes. `rate` is the speed of a copy within a process, in bytes per second.
-    fn foretell(&self, rate: f64) -> Duration {
+    fn predict_pause(&self, rate: f64) -> Duration {
         let threads = THREAD * u32::try_from(self.threads).unwrap_or(u32::MAX);
         let copy = Duration::from_secs_f64(self.due as f64 / rate * COPY);
         threads + FIND.mul_f64(self.all as f64 / 1e9) + copy
@@ -286,19 +288,19 @@ fn take_stopped(process: &Process, stopped: &Stopped) -> Result<Image> {
     let (copied_ns, start) = (clock::monotonic_ns(), Instant::now());
     expect_known(process)?;
     let threads = stopped.registers();
-    let (areas, found) = look(pid, &mut Pages::open(pid)?, false)?;
+    let (areas, found) = list_pages(pid, &mut Pages::open(pid)?, false)?;
     let wanted = found.wanted;
     let bytes = page_runs::bytes(&wanted);
-    expect_room(pid, bytes)?;
+    expect_memory_to_copy(pid, bytes)?;
     let mut buffer = copy::buffer(usize::try_from(bytes)?)?;
-    let unread = copy::copy(pid, &wanted, &mut buffer, &mut copy::near_buffers()?)?;
+    let unread = copy::copy(pid, &wanted, &mut buffer, &mut copy::staging_buffers()?)?;
     process.expect_running()?;
     let mut image = Image {
         areas,
         paused: start.elapsed(),
         copied_ns,
         unread: page_runs::bytes(&unread),
-        ..named(pid, threads)
+        ..image_without_memory(pid, threads)
     };
     image.set_memory(wanted, buffer)?;
     Ok(image)
@@ -319,14 +321,14 @@ fn expect_known(process: &Process) -> Result<()> {
     process.expect_native_program()?;
     let areas = areas(pid)?;
     let code = areas.iter().filter(|area| area.mapping.executable);
-    if let Some(name) = translator::among(code.map(|area| area.mapping.path.as_path())) {
+    if let Some(name) = translator::find_in(code.map(|area| area.mapping.path.as_path())) {
         bail!(
             "process {pid} is run by {name}, whose own memory is what there is to see: run the \
              program without it"
         );
     }
     let status = Values::read(format!("/proc/{pid}/status")).unwrap_or_default();
-    let swapped = status.of("VmSwap");
+    let swapped = status.get_or_zero("VmSwap");
     if swapped > 0 {
         bail!(
             "process {pid} has {} kB in swap, which would be read back while it stands still; \
@@ -338,12 +340,12 @@ fn expect_known(process: &Process) -> Result<()> {
 }
 
 /// Fails if the machine has less memory available than it takes to hold the copy and to judge it.
-fn expect_room(pid: u32, bytes: u64) -> Result<()> {
+fn expect_memory_to_copy(pid: u32, bytes: u64) -> Result<()> {
     // Blocks and the references between them take 0.7 times as much as the memory that they are in. Small blocks take
     // more: these are checked for after the walk, which counts blocks.
     let needed = bytes + bytes / 10 * 7;
     let what = format!("a copy of process {pid}, and what is made of it, takes");
-    is_there(&what, needed, available())
+    expect_memory(&what, needed, available())
 }
 
 /// Fails if the machine has less memory available than it takes to judge the blocks of a process whose image was
@@ -351,14 +353,14 @@ fn expect_room(pid: u32, bytes: u64) -> Result<()> {
 ///
 /// # Errors
 /// If memory is short: small blocks take more than [`Request::take`] has predicted.
-pub fn expect_room_to_judge(pid: u32, blocks: usize) -> Result<()> {
+pub fn expect_memory_to_judge(pid: u32, blocks: usize) -> Result<()> {
     let needed = blocks as u64 * JUDGED_BYTES;
     let what = format!("to judge the {blocks} blocks of process {pid} takes");
-    is_there(&what, needed, available())
+    expect_memory(&what, needed, available())
 }
 
 /// Fails if more memory is needed than is free, both in bytes.
-fn is_there(what: &str, needed: u64, free: u64) -> Result<()> {
+fn expect_memory(what: &str, needed: u64, free: u64) -> Result<()> {
     if needed > free {
         bail!(
             "{what} about {} MB, and the machine has {} MB available",
@@ -377,15 +379,15 @@ fn available() -> u64 {
 
 /// Returns the mappings of the process, and its pages that are to be copied. With `marks`, also finds the pages that
 /// may have been written.
-fn look(pid: u32, pages: &mut Pages, marks: bool) -> Result<(Vec<Area>, Found)> {
+fn list_pages(pid: u32, pages: &mut Pages, marks: bool) -> Result<(Vec<Area>, Found)> {
     let areas = areas(pid)?;
     let found = listed(pid, pages.find(&areas, marks))?;
     Ok((areas, found))
 }
 
 /// Returns the pages that are still to be copied, of those that were found.
-fn due(pid: u32, pages: &Pages, room: &Room, found: &Found) -> Result<PageRuns> {
-    listed(pid, room.due(pages, found))
+fn pending_pages(pid: u32, pages: &Pages, room: &CopyBuffers, found: &Found) -> Result<PageRuns> {
+    listed(pid, room.pending(pages, found))
 }
 
 /// Explains an error of reading a process's page table. Of an address space that is gone, PAGEMAP_SCAN fails, and
@@ -419,7 +421,7 @@ fn without_memory(pid: u32) -> anyhow::Error {
 }
 
 /// Makes an image without memory: the process and its threads, with their names.
-fn named(pid: u32, mut threads: Vec<Thread>) -> Image {
+fn image_without_memory(pid: u32, mut threads: Vec<Thread>) -> Image {
     for thread in &mut threads {
         thread.comm = comm(&format!("/proc/{pid}/task/{}/comm", thread.tid));
     }
@@ -442,21 +444,22 @@ mod tests {
 
     #[test]
     fn a_pause_is_foretold_by_bytes_and_threads() {
-        let foretell = |all, due, threads| Work { all, due, threads }.foretell(10e9).as_millis();
+        let foretell =
+            |all, due, threads| Work { all, due, threads }.predict_pause(10e9).as_millis();
         assert_eq!(foretell(1_000_000_000, 1_000_000_000, 1), 205);
         assert_eq!(foretell(1_000_000_000, 0, 1000), 35);
     }
 
     #[test]
     fn what_there_is_no_room_for_is_refused_with_the_sizes() {
-        assert!(is_there("it takes", 5 << 20, 5 << 20).is_ok());
-        let refused = is_there("it takes", (5 << 20) + 1, 5 << 20);
+        assert!(expect_memory("it takes", 5 << 20, 5 << 20).is_ok());
+        let refused = expect_memory("it takes", (5 << 20) + 1, 5 << 20);
         assert_eq!(
             refused.expect_err("too much").to_string(),
             "it takes about 5 MB, and the machine has 5 MB available"
         );
-        assert!(expect_room_to_judge(7, 1).is_ok());
-        let refused = expect_room_to_judge(7, usize::MAX / 128).expect_err("too much");
+        assert!(expect_memory_to_judge(7, 1).is_ok());
+        let refused = expect_memory_to_judge(7, usize::MAX / 128).expect_err("too much");
         assert!(refused.to_string().contains("blocks of process 7"));
     }
 

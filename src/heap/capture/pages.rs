@@ -12,8 +12,8 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result, bail};
 
 use crate::heap::area::Area;
+use crate::heap::page_index::PAGE;
 use crate::heap::page_runs::{self, PageRuns};
-use crate::heap::page_table::PAGE;
 use crate::host::capabilities::{self, Capability};
 
 use super::soft_dirty;
@@ -113,7 +113,7 @@ impl Pages {
     ///
     /// # Errors
     /// If the process has exited.
-    pub(super) fn frames(&self, runs: &[Range<u64>]) -> io::Result<Vec<u64>> {
+    pub(super) fn pfns(&self, runs: &[Range<u64>]) -> io::Result<Vec<u64>> {
         let mut frames = Vec::new();
         for run in runs {
             let mut entries = vec![0; ((run.end - run.start) / PAGE * 8) as usize];
@@ -132,8 +132,8 @@ impl Pages {
     /// Returns the frame of memory that a page is in.
     ///
     /// # Errors
-    /// As of [`frames`](Self::frames).
-    pub(super) fn frame(&self, page: u64) -> io::Result<u64> {
+    /// As of [`pfns`](Self::pfns).
+    pub(super) fn pfn(&self, page: u64) -> io::Result<u64> {
         let mut entry = [0; 8];
         self.pagemap.read_exact_at(&mut entry, page / PAGE * 8)?;
         Ok(frame(u64::from_le_bytes(entry)))

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use memmap2::MmapMut;
 
 use crate::heap::clear_refs::{self, PageMarks};
-use crate::heap::page_table::PAGE;
+use crate::heap::page_index::PAGE;
 
 /// Soft-dirty mark in an entry of /proc/PID/pagemap.
 pub(super) const MARK: u64 = 1 << 55;
@@ -21,7 +21,7 @@ pub(super) const MARK: u64 = 1 << 55;
 ///
 /// # Errors
 /// If the marks cannot be cleared or read.
-pub(super) fn is_there() -> Result<bool> {
+pub(super) fn is_supported() -> Result<bool> {
     static IS_THERE: OnceLock<bool> = OnceLock::new();
     if let Some(is_there) = IS_THERE.get() {
         return Ok(*is_there);
@@ -59,7 +59,7 @@ mod tests {
 
     #[test]
     fn what_was_found_is_found_again() {
-        let is_there = is_there().expect("our own marks can be cleared");
+        let is_there = is_supported().expect("our own marks can be cleared");
         assert_eq!(try_own_page().expect("our own"), is_there);
     }
 }

@@ -22,7 +22,7 @@ use crate::process::proc::{self, Stat};
 pub(super) const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Time between two checks of whether a thread has stopped.
-const LOOK: Duration = Duration::from_micros(20);
+const POLL_INTERVAL: Duration = Duration::from_micros(20);
 
 /// Size of the buffer for the vector state, in bytes. AMX has 11 KiB.
 const VECTOR_BYTES: usize = 16 << 10;
@@ -47,14 +47,14 @@ enum State {
 
 /// A thread that did not stop in time.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Late {
+pub(super) struct UnstoppedThread {
     pub(super) pid: u32,
     pub(super) tid: u32,
     /// Whether the thread slept in the kernel where nothing interrupts it (state D).
     pub(super) sleeps: bool,
 }
 
-impl Late {
+impl UnstoppedThread {
     fn of(pid: u32, tid: u32) -> Self {
         Self {
             pid,
@@ -69,7 +69,7 @@ impl Late {
     }
 
     /// Returns the message about the thread after `tries` tries in `time`.
-    pub(super) fn told(&self, tries: usize, time: Duration) -> String {
+    pub(super) fn message(&self, tries: usize, time: Duration) -> String {
         let Self { pid, tid, sleeps } = self;
         let why = if *sleeps {
             "it sleeps in the kernel where nothing interrupts it (state D: a disk, NFS, or a vfork \
@@ -95,7 +95,7 @@ impl Stopped {
     ///
     /// # Errors
     /// If a thread is traced already or may not be traced, or if the process has exited. All threads go on then.
-    pub(super) fn stop(pid: u32) -> Result<Result<Self, Late>> {
+    pub(super) fn stop(pid: u32) -> Result<Result<Self, UnstoppedThread>> {
         let mut all = Self {
             pid,
             threads: BTreeMap::new(),
@@ -109,7 +109,7 @@ impl Stopped {
                 Ok(true) => {}
             }
             if let Some(tid) = all.wait(deadline) {
-                return Ok(Err(Late::of(pid, tid)));
+                return Ok(Err(UnstoppedThread::of(pid, tid)));
             }
         }
         if !all
@@ -133,7 +133,7 @@ impl Stopped {
 
     /// Seizes the threads that have not been seized. Returns whether there were any, or a thread that an earlier try
     /// of ours has not released yet.
-    fn seize_new(&mut self) -> Result<Result<bool, Late>> {
+    fn seize_new(&mut self) -> Result<Result<bool, UnstoppedThread>> {
         let mut any = false;
         for tid in tids(self.pid)? {
             if self.threads.contains_key(&tid) {
@@ -147,7 +147,7 @@ impl Stopped {
                 // A leader that has called pthread_exit() stays as a zombie.
                 Err(_) if has_ended(self.pid, tid) => State::Ended,
                 Err(_) if tracer(self.pid, tid) == Some(std::process::id()) => {
-                    return Ok(Err(Late::of(self.pid, tid)));
+                    return Ok(Err(UnstoppedThread::of(self.pid, tid)));
                 }
                 Err(error) => bail!(why_not_seized(self.pid, tid, &error)),
             };
@@ -161,12 +161,12 @@ impl Stopped {
     fn wait(&mut self, deadline: Instant) -> Option<u32> {
         for (&tid, state) in &mut self.threads {
             while *state == State::Asked {
-                *state = look(tid);
+                *state = poll_state(tid);
                 if *state == State::Asked {
                     if Instant::now() > deadline {
                         return Some(tid);
                     }
-                    std::thread::sleep(LOOK);
+                    std::thread::sleep(POLL_INTERVAL);
                 }
             }
         }
@@ -200,9 +200,9 @@ impl Drop for Stopped {
         for (&tid, state) in &mut self.threads {
             // PTRACE_DETACH works only on a stopped thread. A thread that was asked to stop and has not is given some
             // more time. After that, the kernel releases it when this thread ends.
-            let until = Instant::now() + LOOK * 10;
+            let until = Instant::now() + POLL_INTERVAL * 10;
             while *state == State::Asked && Instant::now() < until {
-                *state = look(tid);
+                *state = poll_state(tid);
             }
             if let State::Stopped(signal) = *state {
                 // The kernel refuses if the thread has ended.
@@ -213,7 +213,7 @@ impl Drop for Stopped {
 }
 
 /// Returns the state of a thread that was asked to stop.
-fn look(tid: u32) -> State {
+fn poll_state(tid: u32) -> State {
     let mut status = 0;
     // SAFETY: the kernel writes one int.
     let found = unsafe { libc::waitpid(tid as i32, &raw mut status, libc::__WALL | libc::WNOHANG) };

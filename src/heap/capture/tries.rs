@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-use super::stop::Late;
+use super::stop::UnstoppedThread;
 
 /// Pauses between tries, in which all threads run: 3.1 seconds together.
 const GAPS: [Duration; 5] = [
@@ -25,7 +25,7 @@ const GAPS: [Duration; 5] = [
 pub(super) struct Tries {
     begin: Instant,
     failed: usize,
-    last: Option<Late>,
+    last: Option<UnstoppedThread>,
 }
 
 impl Tries {
@@ -43,13 +43,13 @@ impl Tries {
     ///
     /// # Errors
     /// If no try is left.
-    pub(super) fn wait(&mut self, late: Late) -> Result<()> {
+    pub(super) fn wait(&mut self, late: UnstoppedThread) -> Result<()> {
         self.last = Some(late);
         loop {
             let gap = GAPS.get(self.failed);
             self.failed += 1;
             let Some(gap) = gap else {
-                bail!(late.told(self.failed, self.begin.elapsed()));
+                bail!(late.message(self.failed, self.begin.elapsed()));
             };
             thread::sleep(*gap);
             if !late.sleeps_still() {
@@ -59,7 +59,7 @@ impl Tries {
     }
 
     /// Returns a message if the stop took more than one try, because the other threads stood still in each try.
-    pub(super) fn told(&self) -> Option<String> {
+    pub(super) fn message(&self) -> Option<String> {
         let last = self.last?;
         Some(format!(
             "it took {} tries to stop all threads of process {}: thread {} did not stop within {} ms",
@@ -78,8 +78,8 @@ mod tests {
     #[test]
     fn the_last_try_tells_how_many_there_were() {
         let mut tries = Tries::begin();
-        assert_eq!(tries.told(), None);
-        let late = Late {
+        assert_eq!(tries.message(), None);
+        let late = UnstoppedThread {
             pid: 4242,
             tid: 4243,
             sleeps: true,

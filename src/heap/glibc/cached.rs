@@ -9,10 +9,10 @@ use super::{Chunk, MMAPPED, State, Walk, half, word};
 /// Layouts of `tcache_perthread_struct`, by the size of its chunk: with 64 counts of one byte (2.26 to 2.29), with 64
 /// of two bytes (2.30 to 2.41), and with 76 (2.42). A chunk may be 16 bytes larger, if the rest was too small to be
 /// cut off.
-const SHAPES: [Shape; 3] = [
-    Shape::new(0x250, 64, 1),
-    Shape::new(0x290, 64, 2),
-    Shape::new(0x300, 76, 2),
+const SHAPES: [TcacheLayout; 3] = [
+    TcacheLayout::new(0x250, 64, 1),
+    TcacheLayout::new(0x290, 64, 2),
+    TcacheLayout::new(0x300, 76, 2),
 ];
 
 /// Number of lists that hold chunks of one size each. Further lists hold sizes up to a power of two.
@@ -24,13 +24,13 @@ const TLS: u64 = 4096;
 
 /// Layout of a tcache.
 #[derive(Debug, Clone, Copy)]
-struct Shape {
+struct TcacheLayout {
     chunk: u64,
     lists: u64,
     count_bytes: u64,
 }
 
-impl Shape {
+impl TcacheLayout {
     const fn new(chunk: u64, lists: u64, count_bytes: u64) -> Self {
         Self {
             chunk,
@@ -55,16 +55,16 @@ impl Shape {
 
 /// Marks tcaches and the chunks in them, then the chunks in fastbins.
 pub(super) fn mark(image: &Image, walk: &mut Walk, used: &[usize]) {
-    let candidates: Vec<(usize, Shape)> = walk
+    let candidates: Vec<(usize, TcacheLayout)> = walk
         .chunks
         .iter()
         .enumerate()
-        .filter_map(|(at, chunk)| Some((at, Shape::of(chunk)?)))
+        .filter_map(|(at, chunk)| Some((at, TcacheLayout::of(chunk)?)))
         .collect();
     // Links are mangled since 2.32. The library's decoding is the one by which more tcaches are valid.
     let by = |mangled: bool| {
-        let lists = |&(at, shape): &(usize, Shape)| {
-            let held = held_by(image, walk, at, shape, mangled)?;
+        let lists = |&(at, shape): &(usize, TcacheLayout)| {
+            let held = cached_chunks(image, walk, at, shape, mangled)?;
             (!held.is_empty()).then_some((at, held))
         };
         candidates.iter().filter_map(lists).collect::<Vec<_>>()
@@ -96,11 +96,11 @@ fn next(image: &Image, entry: u64, mangled: bool) -> u64 {
 }
 
 /// Returns the chunks in the lists of a possible tcache; None if it is not one.
-fn held_by(
+fn cached_chunks(
     image: &Image,
     walk: &Walk,
     tcache: usize,
-    shape: Shape,
+    shape: TcacheLayout,
     mangled: bool,
 ) -> Option<Vec<usize>> {
     let tcache = walk.chunks[tcache].user();
@@ -165,7 +165,7 @@ fn check_threads(image: &Image, walk: &mut Walk) {
             .and_then(|header| walk.chunk_at(header));
         match chunk {
             // This can be an empty tcache.
-            Some(at) if Shape::of(&walk.chunks[at]).is_some() => {
+            Some(at) if TcacheLayout::of(&walk.chunks[at]).is_some() => {
                 walk.chunks[at].state = State::Internal;
                 walk.tcaches.push(tcache);
                 if walk.holds_any(image, &walk.chunks[at]) {
@@ -201,7 +201,7 @@ fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
             let chunk = word
                 .checked_sub(16)
                 .and_then(|header| walk.chunk_at(header));
-            if let Some(at) = chunk.filter(|&at| Shape::of(&walk.chunks[at]).is_some()) {
+            if let Some(at) = chunk.filter(|&at| TcacheLayout::of(&walk.chunks[at]).is_some()) {
                 by_distance.entry(pointer - address).or_default().push(at);
             }
         }
@@ -259,7 +259,7 @@ fn mark_fastbins(image: &Image, walk: &mut Walk, used: &[usize], mangled: bool) 
         if library.is_2_43() {
             continue;
         }
-        let heads = library.top_of(walk.arenas[number].address) - 8 * FASTBINS;
+        let heads = library.top_field(walk.arenas[number].address) - 8 * FASTBINS;
         for list in 0..FASTBINS {
             let mut chunk = word(image, heads + 8 * list);
             while chunk != 0 {

@@ -24,9 +24,9 @@ const BINS_2_27: u64 = 0x70;
 pub(super) const HEAP_HEADERS: [u64; 2] = [0x20, 0x30];
 
 /// Largest number of arenas of a process.
-pub(super) const MOST_ARENAS: usize = 1 << 16;
+pub(super) const MAX_ARENAS: usize = 1 << 16;
 /// Largest number of libraries. Two that are in use are refused.
-const MOST_LIBRARIES: usize = 16;
+const MAX_LIBRARIES: usize = 16;
 
 /// Returns the libraries that have a heap.
 pub(super) fn libraries(image: &Image) -> Vec<Library> {
@@ -38,7 +38,7 @@ pub(super) fn libraries(image: &Image) -> Vec<Library> {
         while let Some(library) = in_data(image, file, &data, from, &mut fuel) {
             from = library.main + BINS_BYTES;
             found.push(library);
-            if found.len() == MOST_LIBRARIES {
+            if found.len() == MAX_LIBRARIES {
                 return found;
             }
         }
@@ -55,8 +55,8 @@ fn in_data(
     fuel: &mut Fuel,
 ) -> Option<Library> {
     first_row(image, data, from, fuel, |bins_at, fuel| {
-        let (main, bins) =
-            places(bins_at).find(|&(main, bins)| follow(image, main, bins, fuel).is_ok())?;
+        let (main, bins) = places(bins_at)
+            .find(|&(main, bins)| check_arena_ring(image, main, bins, fuel).is_ok())?;
         Some(Library {
             file: file.to_vec(),
             main,
@@ -76,7 +76,7 @@ pub fn broken_ring(image: &Image) -> Option<u64> {
             // Rows that begin a head or two beside the bins have invalid heads at an end.
             let whole = (0..BINS).all(|number| is_head(image, bins_at + 16 * number));
             for (main, bins) in places(bins_at) {
-                if let Err((arenas, place)) = follow(image, main, bins, fuel) {
+                if let Err((arenas, place)) = check_arena_ring(image, main, bins, fuel) {
                     // The ring is followed furthest with the offset of the right version.
                     furthest = furthest.max(Some((arenas, whole, place)));
                 }
@@ -137,7 +137,12 @@ fn is_head(image: &Image, at: u64) -> bool {
 
 /// Follows the ring of arenas back to the main one. If the ring leads elsewhere, returns the number of arenas before
 /// that, and the address of the word that leads elsewhere.
-fn follow(image: &Image, main: u64, bins: u64, fuel: &mut Fuel) -> Result<(), (usize, u64)> {
+fn check_arena_ring(
+    image: &Image,
+    main: u64,
+    bins: u64,
+    fuel: &mut Fuel,
+) -> Result<(), (usize, u64)> {
     let mut seen = HashSet::new();
     let next = |arena: u64| arena.wrapping_add(bins + BINS_BYTES + 16);
     let mut place = next(main);
@@ -148,7 +153,7 @@ fn follow(image: &Image, main: u64, bins: u64, fuel: &mut Fuel) -> Result<(), (u
         }
         let header = arena & 0xfff;
         let is_arena = HEAP_HEADERS.contains(&header) && image.word(arena - header) == Some(arena);
-        if !is_arena || !seen.insert(arena) || seen.len() == MOST_ARENAS || !fuel.burn(1) {
+        if !is_arena || !seen.insert(arena) || seen.len() == MAX_ARENAS || !fuel.burn(1) {
             return Err((seen.len(), place));
         }
         place = next(arena);
@@ -158,7 +163,7 @@ fn follow(image: &Image, main: u64, bins: u64, fuel: &mut Fuel) -> Result<(), (u
 /// Finds the counts of `mp_`. Their place is recognised by fields that stand together: `mmapped_mem`, its maximum,
 /// the start of the heap, and the limits of tcaches, after a limit of 65536 mappings.
 fn counts(image: &Image, data: &Range<u64>) -> Option<Counts> {
-    const MOST_MMAPS: u32 = 65_536;
+    const MAX_MMAPS: u32 = 65_536;
     image.words(data.clone()).find_map(|(at, sbrk_base)| {
         let field = |offset: u64| word(image, at.wrapping_add(offset));
         let before = |offset: u64| word(image, at.wrapping_sub(offset));
@@ -173,8 +178,8 @@ fn counts(image: &Image, data: &Range<u64>) -> Option<Counts> {
         let half = |offset: u64| half(image, at.wrapping_sub(offset));
         // Since 2.35, `hp_flags` is before these fields, which moves them by 4 bytes.
         let (mmaps, max_mmaps) = match (half(32), half(28)) {
-            (MOST_MMAPS, max_mmaps) => (half(36), max_mmaps),
-            (mmaps, MOST_MMAPS) => (mmaps, half(24)),
+            (MAX_MMAPS, max_mmaps) => (half(36), max_mmaps),
+            (mmaps, MAX_MMAPS) => (mmaps, half(24)),
             _ => return None,
         };
         (mmaps <= max_mmaps).then_some(Counts {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::heap::image::Image;
-use crate::heap::page_table::PAGE;
+use crate::heap::page_index::PAGE;
 
 use super::segments::IS_MMAPPED;
 use super::{Chunk, Library, MMAPPED, State, Walk, word};

@@ -27,7 +27,7 @@ pub use locate::broken_ring;
 
 use crate::heap::blocks::{self, Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
-use crate::heap::page_table::{PAGE, PageTable};
+use crate::heap::page_index::{PAGE, PageIndex};
 use crate::heap::untrusted::{Fuel, word};
 
 /// Chunk: a header of 16 bytes, the first 8 of which may hold the last bytes of the block before it, and the memory
@@ -97,7 +97,7 @@ pub struct Arena {
 
 impl Arena {
     /// Returns the bytes of the segments that were walked.
-    pub fn found(&self) -> u64 {
+    pub fn walked_bytes(&self) -> u64 {
         let sizes = self.segments.iter().map(|range| range.end - range.start);
         sizes.fold(0, u64::wrapping_add)
     }
@@ -130,11 +130,11 @@ impl Library {
         self.bins == locate::BINS_2_43
     }
 
-    fn top_of(&self, arena: u64) -> u64 {
+    fn top_field(&self, arena: u64) -> u64 {
         arena.saturating_add(self.bins - 16)
     }
 
-    fn next_of(&self, arena: u64) -> u64 {
+    fn next_field(&self, arena: u64) -> u64 {
         arena.saturating_add(self.bins + locate::BINS_BYTES + 16)
     }
 }
@@ -153,11 +153,11 @@ pub struct Walk {
     /// Addresses of the tcaches that were recognised.
     tcaches: Vec<u64>,
     /// Number of libraries that have taken memory.
-    in_use: usize,
+    libraries_in_use: usize,
     /// Inconsistencies outside of arenas that make the walk incomplete, with their addresses.
     broken: Vec<(String, Option<u64>)>,
     /// Index in `chunks` of the first chunk that begins in each page.
-    index: PageTable,
+    index: PageIndex,
 }
 
 /// Reads half a word.
@@ -206,26 +206,26 @@ pub fn walk(image: &Image) -> Option<Walk> {
 impl Walk {
     /// Finds the arenas of each library. Returns the index of the library for each arena.
     fn find_arenas(&mut self, image: &Image) -> Vec<usize> {
-        let mut used = Vec::new();
+        let mut library_of_arena = Vec::new();
         for (place, library) in self.libraries.iter().enumerate() {
             let mut address = library.main;
-            for _ in 0..locate::MOST_ARENAS {
-                let next = library.next_of(address);
+            for _ in 0..locate::MAX_ARENAS {
+                let next = library.next_field(address);
                 self.arenas.push(Arena {
                     address,
                     main: address == library.main,
-                    top: word(image, library.top_of(address)),
+                    top: word(image, library.top_field(address)),
                     system: word(image, next.saturating_add(24)),
                     ..Arena::default()
                 });
-                used.push(place);
+                library_of_arena.push(place);
                 address = word(image, next);
                 if address == library.main || address == 0 {
                     break;
                 }
             }
         }
-        used
+        library_of_arena
     }
 
     /// Returns the index of the chunk that begins at an address.
@@ -249,8 +249,8 @@ impl Walk {
                 .any(|(arena, _)| arena.system > 0)
         };
         let places = 0..self.libraries.len();
-        self.in_use = places.filter(|&place| in_use(place)).count();
-        if self.in_use > 1 {
+        self.libraries_in_use = places.filter(|&place| in_use(place)).count();
+        if self.libraries_in_use > 1 {
             return;
         }
         let counts = self.libraries.iter().filter_map(|library| library.counts);
@@ -295,7 +295,7 @@ impl Walk {
 
     /// Returns whether all chunks were found.
     pub fn coverage(&self) -> Coverage {
-        if self.in_use > 1 {
+        if self.libraries_in_use > 1 {
             let why = "two C libraries have heaps (dlmopen, or one linked statically), and their mappings cannot be told apart";
             return Coverage::Unknown { why: why.into() };
         }
@@ -308,14 +308,14 @@ impl Walk {
             }
             // An sbrk() by other code before the first one can leave an odd start: ld.so 2.31 copies GLIBC_TUNABLES
             // there.
-            let missing = arena.system.wrapping_sub(arena.found());
+            let missing = arena.system.wrapping_sub(arena.walked_bytes());
             if missing >= 16 {
                 return Coverage::Incomplete {
                     why: format!(
                         "the arena at {:#x} has {} bytes, and {} were found",
                         arena.address,
                         arena.system,
-                        arena.found()
+                        arena.walked_bytes()
                     ),
                     address: None,
                 };
@@ -351,7 +351,7 @@ impl Walk {
         heap.structures = self
             .libraries
             .iter()
-            .map(|library| library.main..library.next_of(library.main) + 48)
+            .map(|library| library.main..library.next_field(library.main) + 48)
             .collect();
         let free = [State::Bin, State::Fastbin, State::Tcache, State::Top];
         let free = self

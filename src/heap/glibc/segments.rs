@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use crate::heap::image::Image;
-use crate::heap::page_table::PAGE;
+use crate::heap::page_index::PAGE;
 
 use super::{Arena, Chunk, Fuel, Library, State, Walk, word};
 
@@ -19,9 +19,9 @@ const HEAP_ALIGNMENT: u64 = 64 << 20;
 /// Size of the smallest chunk, in bytes.
 const SMALLEST: u64 = 0x20;
 /// Largest number of heaps of one arena.
-const MOST_HEAPS: usize = 100_000;
+const MAX_HEAPS: usize = 100_000;
 /// Largest number of gaps that other code has made in the main arena by brk(2).
-const MOST_GAPS: usize = 1000;
+const MAX_GAPS: usize = 1000;
 
 /// Message about a chunk with an invalid header.
 const NO_HEADER: &str = "a chunk's header makes no sense";
@@ -33,7 +33,7 @@ enum End {
     Top,
     /// The walk has reached the fence that malloc leaves before memory that is not its own. Holds the address after
     /// the fence.
-    Fence(u64),
+    Fencepost(u64),
     /// The walk has reached an invalid header, at this address.
     Broken(u64),
 }
@@ -43,7 +43,7 @@ enum End {
 pub(super) fn private_memory(image: &Image) -> Vec<Range<u64>> {
     let mut joined: Vec<Range<u64>> = Vec::new();
     let areas = image.areas.iter();
-    for area in areas.filter(|area| area.readable && area.writable && area.is_private_memory()) {
+    for area in areas.filter(|area| area.readable && area.writable && area.is_private_anonymous()) {
         let range = area.mapping.range.clone();
         match joined.last_mut().filter(|last| last.end == range.start) {
             Some(last) => last.end = range.end,
@@ -72,7 +72,7 @@ pub(super) fn walk_arenas(
     for (number, arena) in arenas.iter_mut().enumerate() {
         let library = &walk.libraries[used[number]];
         // The initial top is in the arena itself: nothing has been allocated.
-        if arena.top == library.top_of(arena.address) {
+        if arena.top == library.top_field(arena.address) {
             continue;
         }
         let mut walker = Walker {
@@ -105,7 +105,7 @@ struct Walker<'a> {
 }
 
 impl Walker<'_> {
-    fn size(&self, chunk: u64) -> u64 {
+    fn size_field(&self, chunk: u64) -> u64 {
         word(self.image, chunk.wrapping_add(8))
     }
 
@@ -116,7 +116,7 @@ impl Walker<'_> {
             if ends || !self.fuel.burn(1) || chunks.len() as u64 > self.room {
                 return End::Broken(at);
             }
-            let field = self.size(at);
+            let field = self.size_field(at);
             let size = field & !FLAGS;
             if at == self.top {
                 self.add(chunks, at, size, State::Top);
@@ -125,17 +125,17 @@ impl Walker<'_> {
             if field & IS_MMAPPED != 0 {
                 return End::Broken(at);
             }
-            if let Some(end) = self.fence(at, size) {
+            if let Some(end) = self.fencepost(at, size) {
                 return end;
             }
             let fits = size >= SMALLEST && size.is_multiple_of(16) && size <= limit - at - 16;
             if !fits {
                 return End::Broken(at);
             }
-            let next = self.size(at + size);
+            let next = self.size_field(at + size);
             // A heap whose top has moved to the next heap ends with a fence of 32 bytes, or of 48 bytes as one chunk.
             if !self.main && size == 0x20 && next & !FLAGS == 0 && at + size + 16 == limit {
-                return End::Fence(limit);
+                return End::Fencepost(limit);
             }
             let state = if next & PREVIOUS_IN_USE != 0 {
                 State::InUse
@@ -157,12 +157,12 @@ impl Walker<'_> {
     }
 
     /// Returns the end that a size of 0 or 16 marks; None for other sizes.
-    fn fence(&self, at: u64, size: u64) -> Option<End> {
-        let next = self.size(at + 16) & !FLAGS;
+    fn fencepost(&self, at: u64, size: u64) -> Option<End> {
+        let next = self.size_field(at + 16) & !FLAGS;
         match (size, self.main) {
-            (0, false) => Some(End::Fence(at + 16)),
-            (0x10, true) if next == 0x10 => Some(End::Fence(at + 32)),
-            (0x10, false) if next == 0 => Some(End::Fence(at + 32)),
+            (0, false) => Some(End::Fencepost(at + 16)),
+            (0x10, true) if next == 0x10 => Some(End::Fencepost(at + 32)),
+            (0x10, false) if next == 0 => Some(End::Fencepost(at + 32)),
             (0 | 0x10, _) => Some(End::Broken(at)),
             _ => None,
         }
@@ -184,7 +184,7 @@ impl Walker<'_> {
         let (mut chunks, mut seen) = (Vec::new(), HashSet::new());
         loop {
             let is_heap = word(self.image, heap) == arena.address;
-            if !is_heap || seen.len() >= MOST_HEAPS || !seen.insert(heap) {
+            if !is_heap || seen.len() >= MAX_HEAPS || !seen.insert(heap) {
                 arena.broken = Some(("a heap's header is not that of its arena".into(), heap));
                 break;
             }
@@ -194,7 +194,7 @@ impl Walker<'_> {
             );
             let start = if heap == first {
                 // The chunks of the first heap begin after its arena.
-                (library.next_of(arena.address) + 40).next_multiple_of(16)
+                (library.next_field(arena.address) + 40).next_multiple_of(16)
             } else {
                 heap + header
             };
@@ -213,7 +213,9 @@ impl Walker<'_> {
 
     /// Walks the main arena: one row of chunks up to the top, and other rows where brk(2) failed.
     fn main_arena(&mut self, arena: &mut Arena, memory: &[Range<u64>]) -> Vec<Chunk> {
-        let end = arena.top.saturating_add(self.size(arena.top) & !FLAGS);
+        let end = arena
+            .top
+            .saturating_add(self.size_field(arena.top) & !FLAGS);
         let area = within(memory, arena.top);
         let Some(area) = area.filter(|area| arena.top < end && end <= area.end) else {
             arena.broken = Some((
@@ -236,7 +238,7 @@ impl Walker<'_> {
             .chain(far)
             .chain([arena.top])
         {
-            if base != arena.top && self.size(base) & FLAGS != PREVIOUS_IN_USE {
+            if base != arena.top && self.size_field(base) & FLAGS != PREVIOUS_IN_USE {
                 continue;
             }
             let (mut chunks, mut gaps) = (Vec::new(), Vec::new());
@@ -244,10 +246,10 @@ impl Walker<'_> {
                 None => {
                     arena.segments.push(base..end);
                     arena.gaps = gaps;
-                    self.elsewhere(arena, memory, &mut chunks);
+                    self.find_mmapped_segments(arena, memory, &mut chunks);
                     // The row that was found is only a part of the heap, behind the damage.
                     if let Some(at) =
-                        broken_at.filter(|_| arena.found().saturating_add(15) < arena.system)
+                        broken_at.filter(|_| arena.walked_bytes().saturating_add(15) < arena.system)
                     {
                         arena.broken = Some((NO_HEADER.into(), at));
                     }
@@ -281,11 +283,11 @@ impl Walker<'_> {
         gaps: &mut Vec<Range<u64>>,
     ) -> Option<u64> {
         let mut at = base;
-        for _ in 0..MOST_GAPS {
+        for _ in 0..MAX_GAPS {
             match self.row(at, end, chunks) {
                 End::Top => return None,
                 End::Broken(at) => return Some(at),
-                End::Fence(after) => {
+                End::Fencepost(after) => {
                     at = self.after_gap(after, end);
                     gaps.push(after..at);
                 }
@@ -297,7 +299,7 @@ impl Walker<'_> {
     /// Returns where chunks go on after a gap: the first address from which a row of chunks leads on.
     fn after_gap(&mut self, from: u64, end: u64) -> u64 {
         for at in (from..self.top).step_by(16) {
-            let field = self.size(at);
+            let field = self.size_field(at);
             let size = field & !FLAGS;
             if field & FLAGS != PREVIOUS_IN_USE || size < 0x20 || size > end - at {
                 continue;
@@ -305,7 +307,7 @@ impl Walker<'_> {
             let mut row = Vec::new();
             match self.row(at, end, &mut row) {
                 End::Top => return at,
-                End::Fence(_) if row.len() > 4 => return at,
+                End::Fencepost(_) if row.len() > 4 => return at,
                 _ if self.fuel.0 == 0 => break,
                 _ => {}
             }
@@ -315,8 +317,13 @@ impl Walker<'_> {
 
     /// Finds the memory that malloc mapped when brk(2) had failed: rows of chunks that begin a page and end with a
     /// fence at the end of a page. Stops when the arena's sum is reached.
-    fn elsewhere(&mut self, arena: &mut Arena, memory: &[Range<u64>], chunks: &mut Vec<Chunk>) {
-        let mut missing = arena.system.saturating_sub(arena.found());
+    fn find_mmapped_segments(
+        &mut self,
+        arena: &mut Arena,
+        memory: &[Range<u64>],
+        chunks: &mut Vec<Chunk>,
+    ) {
+        let mut missing = arena.system.saturating_sub(arena.walked_bytes());
         for area in memory {
             let mut page = area.start;
             while missing >= 16 && page + PAGE <= area.end && self.fuel.0 > 0 {
@@ -324,13 +331,13 @@ impl Walker<'_> {
                     page = segment.end.next_multiple_of(PAGE);
                     continue;
                 }
-                let field = self.size(page);
+                let field = self.size_field(page);
                 let starts = self.image.word(page) == Some(0)
                     && field & FLAGS == PREVIOUS_IN_USE
                     && field & !FLAGS >= 0x20;
                 let mut row = Vec::new();
                 if starts
-                    && let End::Fence(after) = self.row(page, area.end, &mut row)
+                    && let End::Fencepost(after) = self.row(page, area.end, &mut row)
                     && after.is_multiple_of(PAGE)
                     && !row.is_empty()
                 {

@@ -1,7 +1,7 @@
 //! A small heap, written by hand: whole, then damaged in every word.
 
 use crate::heap::image::Thread;
-use crate::heap::image::made::Made;
+use crate::heap::image::made::ImageBuilder;
 
 use super::*;
 
@@ -16,7 +16,7 @@ const THREAD: u64 = 0x7d00_0000_1000;
 const KEY: u64 = 0x1234_5678_9abc_def1;
 
 /// Writes chunks with these sizes, each in use or free, from an address on. Returns the address after them.
-fn chunks(made: &mut Made, mut at: u64, chunks: &[(u64, bool)]) -> u64 {
+fn chunks(made: &mut ImageBuilder, mut at: u64, chunks: &[(u64, bool)]) -> u64 {
     let mut previous = true;
     for &(size, in_use) in chunks {
         made.put(at + 8, size | u64::from(previous));
@@ -31,8 +31,8 @@ fn chunks(made: &mut Made, mut at: u64, chunks: &[(u64, bool)]) -> u64 {
 }
 
 /// Makes a heap: a tcache (2.30 to 2.41) with one chunk in it, four blocks, a free chunk, and an mmapped block.
-fn heap() -> Made {
-    let mut made = Made::default();
+fn heap() -> ImageBuilder {
+    let mut made = ImageBuilder::default();
     made.map(DATA..DATA + 0x3000, "rw-p 00000000 fe:00 7 /lib/libc.so.6");
     made.map(HEAP..HEAP + 0x21000, "rw-p 00000000 00:00 0 [heap]");
     made.map(MAPPED..MAPPED + 0x22000, "rw-p 00000000 00:00 0 ");

@@ -5,14 +5,14 @@
 //! arenas, nor the chunks in tcaches.
 
 use crate::heap::image::Image;
-use crate::heap::page_table::PAGE;
+use crate::heap::page_index::PAGE;
 
 use super::{Chunk, State, Walk};
 
 /// Bytes at the start of a free chunk that stay: its header and its list pointers.
 const LINKS: u64 = 48;
 /// Bytes at the start of the top chunk that stay: the smallest chunk, and one byte.
-const LEAST_TOP: u64 = 33;
+const MIN_TOP: u64 = 33;
 
 /// Returns the bytes of memory, in whole pages, that are resident now and would not be after the call.
 pub fn returned(image: &Image, walk: &Walk) -> u64 {
@@ -33,7 +33,9 @@ pub fn returned(image: &Image, walk: &Walk) -> u64 {
         let top = chunks.next_if(|next| next.address == end && next.state == State::Top);
         bytes += match top {
             Some(top) => of_top(image, walk, chunk.address, top),
-            None if end - chunk.address >= PAGE => image.resident(chunk.address + LINKS..end),
+            None if end - chunk.address >= PAGE => {
+                image.resident_page_bytes(chunk.address + LINKS..end)
+            }
             None => 0,
         };
     }
@@ -57,7 +59,7 @@ fn of_top(image: &Image, walk: &Walk, start: u64, top: &Chunk) -> u64 {
         .area(top.address)
         .is_some_and(|area| area.name() == b"[heap]" && area.mapping.range.end == top.end());
     if main && by_brk {
-        image.resident(start + LEAST_TOP..top.end())
+        image.resident_page_bytes(start + MIN_TOP..top.end())
     } else {
         0
     }

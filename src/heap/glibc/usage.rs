@@ -73,7 +73,7 @@ impl HeapUsage {
             ..Self::default()
         };
         for chunk in &walk.chunks {
-            let resident = image.present(chunk.address..chunk.end());
+            let resident = image.resident_bytes(chunk.address..chunk.end());
             usage.all.take(chunk.state, chunk.size, resident);
             let part = match usage.arenas.get_mut(chunk.arena as usize) {
                 Some(arena) if chunk.arena != MMAPPED => arena,
@@ -94,14 +94,16 @@ impl HeapUsage {
         }
         for (arena, walked) in usage.arenas.iter_mut().zip(&walk.arenas) {
             for segment in &walked.segments {
-                let (bytes, resident) =
-                    (segment.end - segment.start, image.present(segment.clone()));
+                let (bytes, resident) = (
+                    segment.end - segment.start,
+                    image.resident_bytes(segment.clone()),
+                );
                 arena.total.add(bytes, resident);
                 usage.all.total.add(bytes, resident);
             }
         }
         for range in &walk.mmapped {
-            let (bytes, resident) = (range.end - range.start, image.present(range.clone()));
+            let (bytes, resident) = (range.end - range.start, image.resident_bytes(range.clone()));
             usage.mmapped.total.add(bytes, resident);
             usage.all.total.add(bytes, resident);
         }

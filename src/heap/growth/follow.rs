@@ -115,10 +115,10 @@ impl Follower {
             group.samples.push(Sample::default());
         }
         for (number, &block) in heap.blocks().iter().enumerate() {
-            let group = match names.number(number) {
+            let group = match names.type_index(number) {
                 Some(of) => *of_types[of]
-                    .get_or_insert_with(|| self.number(Key::Type(names.types()[of].clone()))),
-                None => self.number(Key::of(None, block.size)),
+                    .get_or_insert_with(|| self.group_index(Key::Type(names.types()[of].clone()))),
+                None => self.group_index(Key::of(None, block.size)),
             };
             while before
                 .next_if(|old| old.block.address < block.address)
@@ -160,13 +160,13 @@ impl Follower {
     }
 
     /// Returns the number of a group. Makes the group if it does not exist.
-    fn number(&mut self, key: Key) -> u32 {
+    fn group_index(&mut self, key: Key) -> u32 {
         if let Some(&number) = self.numbers.get(&key) {
             return number;
         }
         let is_full = self.groups.len() >= MAX_GROUPS;
         if is_full && key != Key::Others {
-            return self.number(Key::Others);
+            return self.group_index(Key::Others);
         }
         let number = self.groups.len() as u32;
         self.groups.push(Group {

@@ -1,16 +1,16 @@
 //! Judgement of each type of blocks, and of the process.
 
 use crate::heap::growth::follow::{Group, Sample};
-use crate::heap::growth::trend::{self, Course, Least, Line};
+use crate::heap::growth::trend::{self, Course, Line, Thresholds};
 
 /// Limits for the memory of a process: 64 KiB or a thousandth for growth that goes on, and 256 KiB or a tenth for any
 /// other change.
-const OF_PROCESS: Least = Least {
+const OF_PROCESS: Thresholds = Thresholds {
     growth: (65_536.0, 0.001),
     change: (262_144.0, 0.1),
 };
 /// Limits for a type: 1 KiB or a fiftieth for growth that goes on, and 16 KiB or a fifth for any other change.
-const OF_TYPE: Least = Least {
+const OF_TYPE: Thresholds = Thresholds {
     growth: (1_024.0, 0.02),
     change: (16_384.0, 0.2),
 };

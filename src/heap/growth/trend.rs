@@ -70,7 +70,7 @@ pub enum Course {
 
 /// Limits below which a change of a number does not matter.
 #[derive(Debug, Clone, Copy)]
-pub struct Least {
+pub struct Thresholds {
     /// Limits of growth that goes on: as a number, and as a part of the highest number.
     pub growth: (f64, f64),
     /// Limits of any other change: as a number, and as a part of the lowest number.
@@ -93,7 +93,7 @@ const ONE_STEP: f64 = 0.8;
 /// A number is growing if the interval of its line's slope is above 0, and if every point of its last third is above
 /// all points of its first third. The growth must not be in one step, and in the last part it must be at least a
 /// third of the average.
-pub fn course(points: &[(f64, f64)], least: Least) -> Course {
+pub fn course(points: &[(f64, f64)], least: Thresholds) -> Course {
     let values = || points.iter().map(|point| point.1);
     let (Some(first), Some(last), Some(line)) =
         (points.first(), points.last(), Line::through(points))
@@ -165,7 +165,7 @@ fn value_at(points: &[(f64, f64)], at: f64) -> f64 {
 mod tests {
     use super::*;
 
-    const LEAST: Least = Least {
+    const LEAST: Thresholds = Thresholds {
         growth: (10.0, 0.001),
         change: (100.0, 0.1),
     };

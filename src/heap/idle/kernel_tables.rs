@@ -21,7 +21,7 @@ const _: () = assert!(AT_ONCE == page_tables_sizes::PAGE_TABLES_AT_ONCE.0 as usi
 const _: () = assert!(ENTRIES == page_tables_sizes::PAGE_TABLE_ENTRIES.0 as usize);
 
 /// Largest number of steps in which the direct map is looked for below a page table: 16 TiB of memory.
-const MOST_STEPS: u64 = 1 << 14;
+const MAX_STEPS: u64 = 1 << 14;
 
 /// Reader of page tables by their addresses in the kernel's own address space.
 #[derive(Debug)]
@@ -96,7 +96,7 @@ impl KernelTables {
     /// If the page is found with no address.
     pub(super) fn direct_map(&self, root: u64, page: u64, content: &[u64; ENTRIES]) -> Result<u64> {
         let first = root & !(arch::DIRECT_MAP_STEP - 1);
-        let bases = (0..MOST_STEPS).map(|step| first - step * arch::DIRECT_MAP_STEP);
+        let bases = (0..MAX_STEPS).map(|step| first - step * arch::DIRECT_MAP_STEP);
         for base in bases.take_while(|&base| base >= arch::LOWEST_DIRECT_MAP) {
             let map = DirectMap { tables: self, base };
             if map.finds(root, page, content)? {

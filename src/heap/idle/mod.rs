@@ -33,7 +33,7 @@ use crate::process::proc::Process;
 
 use kernel_tables::{DirectMap, KernelTables};
 use own_pages::OwnPages;
-use walk::{Huge, Walk};
+use walk::{HugePagePolicy, Walk};
 
 /// Message for a machine whose marks cannot be relied on.
 const CANNOT: &str = "which memory is idle cannot be told on this machine";
@@ -42,7 +42,7 @@ const CANNOT: &str = "which memory is idle cannot be told on this machine";
 const TRIES: usize = 3;
 
 /// Limit of lost marks: if more than one in this many of our own pages has lost its mark, nothing is called idle.
-const MOST_LOST: u64 = 10;
+const MAX_LOST: u64 = 10;
 
 /// Watch of a process's use of its pages, from [`begin`](Watch::begin) on.
 #[derive(Debug)]
@@ -98,7 +98,7 @@ pub struct Marks {
 
 impl Marks {
     fn are_too_few(self) -> bool {
-        self.lost * MOST_LOST > self.pages
+        self.lost * MAX_LOST > self.pages
     }
 }
 
@@ -137,7 +137,7 @@ impl Watch {
         for _ in 0..TRIES {
             clear_refs::clear("self", PageMarks::Used)?;
             clear_refs::clear(&process.pid().to_string(), PageMarks::Used)?;
-            watch.cpus_not_reached = translations::forget()?;
+            watch.cpus_not_reached = translations::flush()?;
             watch.begin = Instant::now();
             watch.scanned = scanned();
             watch.own.touch();
@@ -154,7 +154,7 @@ impl Watch {
     ///
     /// # Errors
     /// If the page tables cannot be read.
-    pub(super) fn look(&self, pagemap: &File, wanted: &[Range<u64>]) -> Result<IdlePages> {
+    pub(super) fn sample(&self, pagemap: &File, wanted: &[Range<u64>]) -> Result<IdlePages> {
         let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
         let touched = own_pages::count(&self.own.touched());
         let marked = own_pages::count(&self.used_of_ours(self.own.small())?);
@@ -191,10 +191,15 @@ impl Watch {
     }
 
     fn used_of_ours(&self, pages: &[Range<u64>]) -> Result<PageRuns> {
-        self.used_pages(self.own.pagemap(), pages, Huge::Judged)
+        self.used_pages(self.own.pagemap(), pages, HugePagePolicy::Judged)
     }
 
-    fn used_pages(&self, pagemap: &File, wanted: &[Range<u64>], huge: Huge) -> Result<PageRuns> {
+    fn used_pages(
+        &self,
+        pagemap: &File,
+        wanted: &[Range<u64>],
+        huge: HugePagePolicy,
+    ) -> Result<PageRuns> {
         let root = self.tables.root(pagemap)?;
         let physical = DirectMap {
             tables: &self.tables,
@@ -215,18 +220,18 @@ impl IdlePages {
 /// Returns how a look treats huge pages, and whether they are judged. This depends on the results of the looks
 /// before, and on whether huge pages of ours still have their marks. A copy of a huge page marks the page as used, by
 /// us. A copy of a small page does not.
-fn how_to_judge_huge(before: Option<&Before>, are_marked: bool) -> (Huge, bool) {
+fn how_to_judge_huge(before: Option<&Before>, are_marked: bool) -> (HugePagePolicy, bool) {
     match before {
-        None if are_marked => (Huge::Judged, true),
-        None => (Huge::Used, false),
-        Some(before) => (Huge::LeftOut, before.huge_judged),
+        None if are_marked => (HugePagePolicy::Judged, true),
+        None => (HugePagePolicy::Used, false),
+        Some(before) => (HugePagePolicy::CountAsIdle, before.huge_judged),
     }
 }
 
 /// Returns the number of pages that reclaim has scanned since the machine was started.
 fn scanned() -> u64 {
     let values = Values::read("/proc/vmstat").unwrap_or_default();
-    values.of("pgscan_anon") + values.of("pgscan_file")
+    values.get_or_zero("pgscan_anon") + values.get_or_zero("pgscan_file")
 }
 
 #[cfg(test)]
@@ -242,12 +247,12 @@ mod tests {
             })
         };
         for (before, are_marked, expected) in [
-            (None, true, (Huge::Judged, true)),
-            (None, false, (Huge::Used, false)),
+            (None, true, (HugePagePolicy::Judged, true)),
+            (None, false, (HugePagePolicy::Used, false)),
             // After the first look, neither cleared marks nor anything else changes the result.
-            (before(true), true, (Huge::LeftOut, true)),
-            (before(true), false, (Huge::LeftOut, true)),
-            (before(false), true, (Huge::LeftOut, false)),
+            (before(true), true, (HugePagePolicy::CountAsIdle, true)),
+            (before(true), false, (HugePagePolicy::CountAsIdle, true)),
+            (before(false), true, (HugePagePolicy::CountAsIdle, false)),
         ] {
             let found = how_to_judge_huge(before.as_ref(), are_marked);
             assert_eq!(found, expected, "{before:?}, {are_marked}");

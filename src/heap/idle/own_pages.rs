@@ -10,8 +10,8 @@ use anyhow::{Context, Result};
 use memmap2::{Advice, MmapMut};
 
 use super::walk::ENTRIES;
+use crate::heap::page_index::PAGE;
 use crate::heap::page_runs::{self, PageRuns};
-use crate::heap::page_table::PAGE;
 
 /// Number of pages of 4 KiB. Some of them are used once.
 const PAGES: u64 = 4096;
@@ -93,7 +93,7 @@ impl OwnPages {
             // SAFETY: the byte is inside of our memory. The write is volatile, as only the use of the page matters.
             unsafe { byte.write_volatile(2) };
         };
-        for page in Self::some() {
+        for page in Self::touched_indexes() {
             touch(&raw mut self.memory[(page * PAGE) as usize + 1]);
         }
         let first = self.huge_range.start - self.huge_memory.as_ptr() as u64;
@@ -105,14 +105,14 @@ impl OwnPages {
     /// Returns the pages of 4 KiB that were used.
     pub(super) fn touched(&self) -> PageRuns {
         let mut touched = PageRuns::new();
-        for page in Self::some() {
+        for page in Self::touched_indexes() {
             let start = self.range.start + page * PAGE;
             page_runs::add(&mut touched, start..start + PAGE);
         }
         touched
     }
 
-    fn some() -> impl Iterator<Item = u64> {
+    fn touched_indexes() -> impl Iterator<Item = u64> {
         (1..PAGES).filter(|page| page % STEP < 2)
     }
 }

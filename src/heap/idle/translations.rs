@@ -21,16 +21,16 @@ const CHILDREN: usize = arch::KEPT_ADDRESS_SPACES + 2;
 /// Time that one address space may take to run on every CPU. Eight took 3.5 to 11.7 ms on two CPUs.
 const PATIENCE: Duration = Duration::from_millis(500);
 /// Time between two checks of whether a child is done.
-const LOOK: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// Exit status of a child that could not run on this many CPUs, or more.
-const MOST_TOLD: usize = 255;
+const MAX_EXIT_STATUS: usize = 255;
 
 /// Makes all online CPUs drop their cached translations. Returns the number of CPUs for which this is not certain:
 /// this process may not run there, or did not within half a second.
 ///
 /// # Errors
 /// If no process can be started.
-pub(super) fn forget() -> Result<usize> {
+pub(super) fn flush() -> Result<usize> {
     let cpus: Vec<usize> = Cpus::now()?.online().collect();
     let sets: Vec<_> = cpus.iter().map(|&cpu| only(cpu)).collect();
     let _first = Realtime::begin();
@@ -69,7 +69,7 @@ fn visit_by_child(sets: &[Option<libc::cpu_set_t>]) -> Result<usize> {
             missed += usize::from(!is_there);
         }
         // SAFETY: the child is a copy of this process, and has nothing to clean up.
-        unsafe { libc::_exit(missed.min(MOST_TOLD) as i32) };
+        unsafe { libc::_exit(missed.min(MAX_EXIT_STATUS) as i32) };
     }
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -87,7 +87,7 @@ fn visit_by_child(sets: &[Option<libc::cpu_set_t>]) -> Result<usize> {
         if is_late || waited != 0 {
             return Ok(sets.len());
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 

@@ -5,8 +5,8 @@ use std::ops::Range;
 use anyhow::Result;
 
 use super::arch;
+use crate::heap::page_index::PAGE;
 use crate::heap::page_runs::{self, PageRuns};
-use crate::heap::page_table::PAGE;
 
 /// Number of entries of a table, and number of address bits that select one.
 pub(super) const ENTRIES: usize = 512;
@@ -36,13 +36,13 @@ pub(super) trait Tables {
 
 /// Treatment of pages that are larger than 4 KiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Huge {
+pub(super) enum HugePagePolicy {
     /// Larger pages are used if they are marked, as small pages are.
     Judged,
     /// Larger pages count as used.
     Used,
     /// Larger pages count as not used.
-    LeftOut,
+    CountAsIdle,
 }
 
 /// Walk through the page tables of a process.
@@ -50,12 +50,12 @@ pub(super) struct Walk<'a, T> {
     tables: &'a T,
     /// Pages whose use is asked for.
     wanted: &'a [Range<u64>],
-    huge: Huge,
+    huge: HugePagePolicy,
     used: PageRuns,
 }
 
 impl<'a, T: Tables> Walk<'a, T> {
-    pub(super) fn new(tables: &'a T, wanted: &'a [Range<u64>], huge: Huge) -> Self {
+    pub(super) fn new(tables: &'a T, wanted: &'a [Range<u64>], huge: HugePagePolicy) -> Self {
         Self {
             tables,
             wanted,
@@ -100,8 +100,9 @@ impl<'a, T: Tables> Walk<'a, T> {
             let below = self.below(address, level, &entries)?;
             for ((index, entry), below) in entries.into_iter().zip(below) {
                 match (entry, below) {
-                    (Entry::Page { .. }, _) if level > 0 && self.huge == Huge::LeftOut => {}
-                    (Entry::Page { .. }, _) if level > 0 && self.huge == Huge::Used => {
+                    (Entry::Page { .. }, _)
+                        if level > 0 && self.huge == HugePagePolicy::CountAsIdle => {}
+                    (Entry::Page { .. }, _) if level > 0 && self.huge == HugePagePolicy::Used => {
                         self.add(&range(index));
                     }
                     (Entry::Page { is_used: false }, _) => {}
@@ -210,7 +211,7 @@ mod tests {
             self.put(table, (page >> 12) as usize % ENTRIES, 0x5000 | flags);
         }
 
-        fn used(&self, wanted: &[Range<u64>], huge: Huge) -> PageRuns {
+        fn used(&self, wanted: &[Range<u64>], huge: HugePagePolicy) -> PageRuns {
             let walk = Walk::new(self, wanted, huge);
             walk.used(ROOT, 4).expect("tables")
         }
@@ -235,14 +236,17 @@ mod tests {
         };
         let whole = start..end;
         let all = slice::from_ref(&whole);
-        assert_eq!(made.used(all, Huge::Judged), expected(start..end));
-        assert_eq!(made.used(all, Huge::LeftOut), expected(start..end));
+        assert_eq!(made.used(all, HugePagePolicy::Judged), expected(start..end));
+        assert_eq!(
+            made.used(all, HugePagePolicy::CountAsIdle),
+            expected(start..end)
+        );
         let wanted = [
             start + 0x5000..start + 0x100_0000,
             GIB - 0x9000..GIB + 0x9000,
         ];
         let both = [expected(wanted[0].clone()), expected(wanted[1].clone())].concat();
-        assert_eq!(made.used(&wanted, Huge::Judged), both);
+        assert_eq!(made.used(&wanted, HugePagePolicy::Judged), both);
     }
 
     #[test]
@@ -256,9 +260,9 @@ mod tests {
         made.put(directory, 3, 0x4000_0000 | HUGE | PRESENT);
         let wanted = [GIB..GIB + 0x1000, third + 0x3000..third + (4 << 20)];
         let large = third + 0x3000..third + (2 << 20);
-        assert_eq!(made.used(&wanted, Huge::Judged), [large]);
-        assert!(made.used(&wanted, Huge::LeftOut).is_empty());
-        assert_eq!(made.used(&wanted, Huge::Used), wanted[1..]);
+        assert_eq!(made.used(&wanted, HugePagePolicy::Judged), [large]);
+        assert!(made.used(&wanted, HugePagePolicy::CountAsIdle).is_empty());
+        assert_eq!(made.used(&wanted, HugePagePolicy::Used), wanted[1..]);
     }
 
     #[test]
@@ -270,9 +274,9 @@ mod tests {
         let far = 5 * GIB..5 * GIB + 0x3000;
         let wanted = [GIB..GIB + 0x3000, far.clone()];
         let between = GIB + 0x1000..GIB + 0x2000;
-        assert_eq!(made.used(&wanted, Huge::Judged), [between, far]);
+        assert_eq!(made.used(&wanted, HugePagePolicy::Judged), [between, far]);
         let none = Made::default();
-        assert_eq!(none.used(&wanted, Huge::Judged), wanted);
+        assert_eq!(none.used(&wanted, HugePagePolicy::Judged), wanted);
     }
 
     #[test]
@@ -281,9 +285,9 @@ mod tests {
         let page = GIB..GIB + 0x1000;
         let wanted = slice::from_ref(&page);
         made.map(GIB, PRESENT);
-        assert!(made.used(wanted, Huge::Judged).is_empty());
+        assert!(made.used(wanted, HugePagePolicy::Judged).is_empty());
         let (pages, directory) = ((1 << 44) | (GIB >> 21 << 12), (2 << 44) | (GIB >> 30 << 12));
         made.vanishes = Some((pages, (directory, 0)));
-        assert_eq!(made.used(wanted, Huge::Judged), wanted);
+        assert_eq!(made.used(wanted, HugePagePolicy::Judged), wanted);
     }
 }

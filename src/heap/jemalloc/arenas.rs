@@ -7,10 +7,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
 use crate::heap::image::Image;
-use crate::heap::page_table::PAGE;
+use crate::heap::page_index::PAGE;
 
 use super::map::Extent;
-use super::{Broken, Fuel, MOST_OF_SLAB, OWN, SMALL, size_of, word};
+use super::{BASE_BLOCK, Fuel, Inconsistency, MAX_SLAB_REGIONS, SMALL, class_size, word};
 
 /// Size of a bin, and the offsets in it of the counts and of the slab in use, in bytes.
 const BIN: u64 = 224;
@@ -48,7 +48,7 @@ impl Sums {
             let sums = all.entry(extent.arena).or_insert(Self::NONE);
             sums.pages += extent.bytes / PAGE;
             if extent.is_slab && extent.class < SMALL {
-                let count = (extent.bytes / size_of(extent.class)).min(MOST_OF_SLAB);
+                let count = (extent.bytes / class_size(extent.class)).min(MAX_SLAB_REGIONS);
                 let (slabs, blocks) = &mut sums.bins[extent.class];
                 *slabs += 1;
                 *blocks += count.saturating_sub(extent.free);
@@ -102,13 +102,16 @@ impl Arenas {
         data: &Range<u64>,
         extents: &BTreeMap<u64, Extent>,
         fuel: &mut Fuel,
-    ) -> Option<Result<Self, Broken>> {
+    ) -> Option<Result<Self, Inconsistency>> {
         let sums = Sums::of(extents);
-        let own: BTreeSet<u64> = extents.keys().map(|edata| edata & !(OWN - 1)).collect();
-        let mut nearest: Option<(usize, Broken)> = None;
+        let own: BTreeSet<u64> = extents
+            .keys()
+            .map(|edata| edata & !(BASE_BLOCK - 1))
+            .collect();
+        let mut nearest: Option<(usize, Inconsistency)> = None;
         let mut tried = BTreeSet::new();
         for (at, arena) in image.words(data.clone()) {
-            if !arena.is_multiple_of(64) || !own.contains(&(arena & !(OWN - 1))) {
+            if !arena.is_multiple_of(64) || !own.contains(&(arena & !(BASE_BLOCK - 1))) {
                 continue;
             }
             for (number, length) in bins_after(image, arena, extents, fuel) {
@@ -151,7 +154,7 @@ impl Arenas {
         image: &Image,
         data: &Range<u64>,
         sums: &HashMap<u32, Sums>,
-    ) -> Result<(), (usize, Broken)> {
+    ) -> Result<(), (usize, Inconsistency)> {
         let mut agreeing = 0;
         let mut differs = None;
         for (number, arena) in self.each() {
@@ -170,7 +173,7 @@ impl Arenas {
             return Err((0, (why, None)));
         }
         if let Some((number, class, at)) = differs {
-            let bytes = size_of(class as usize);
+            let bytes = class_size(class as usize);
             let why =
                 format!("arena {number} has other blocks of {bytes} bytes than it has counted");
             return Err((agreeing, (why, Some(at))));
@@ -186,7 +189,7 @@ impl Arenas {
         image: &Image,
         data: &Range<u64>,
         sums: &HashMap<u32, Sums>,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Inconsistency> {
         let pages = |number: u32| sums.get(&number).map_or(0, |sums| sums.pages);
         let counts = |arena: u64, offset: u64, pages: u64| {
             word(image, arena + offset) == pages && data.contains(&word(image, arena + offset - 8))
@@ -239,7 +242,7 @@ impl Arenas {
     pub(super) fn windows(&self) -> impl Iterator<Item = u64> {
         self.each().flat_map(|(_, arena)| {
             let end = self.bin(arena, SMALL as u64);
-            [arena & !(OWN - 1), (end - 1) & !(OWN - 1)]
+            [arena & !(BASE_BLOCK - 1), (end - 1) & !(BASE_BLOCK - 1)]
         })
     }
 }

@@ -6,14 +6,14 @@ use std::ops::Range;
 use crate::heap::image::Image;
 
 use super::arenas::Arenas;
-use super::inside::Inside;
-use super::{Broken, Fuel, Owner, Regions, SMALL, word};
+use super::inside::AllocatorCheck;
+use super::{Fuel, Inconsistency, Owner, Regions, SMALL, word};
 
 /// Size of a thread's cache of one size class, in bytes. The cache has the address of the next block's entry in the
 /// list, a count, and the low bits of the addresses at which the list begins and ends.
 const CACHE: u64 = 24;
 /// Largest number of size classes of a cache.
-const MOST_SIZES: u64 = 76;
+const MAX_SIZES: u64 = 76;
 
 /// Cache of a thread for one size class.
 struct Cache {
@@ -40,10 +40,10 @@ impl Cache {
 pub(super) fn mark(
     image: &Image,
     arenas: &Arenas,
-    inside: &Inside,
+    inside: &AllocatorCheck,
     regions: &mut Regions,
     fuel: &mut Fuel,
-) -> Result<(), Broken> {
+) -> Result<(), Inconsistency> {
     let threads = |arena: u64| word(image, arena) & 0xffff_ffff;
     if arenas.each().all(|(_, arena)| threads(arena) == 0) {
         return Ok(());
@@ -80,11 +80,11 @@ pub(super) fn mark(
             }
         }
     }
-    doubt(image, &in_doubt, regions, fuel);
+    mark_in_doubt(image, &in_doubt, regions, fuel);
     Ok(())
 }
 
-fn set(regions: &mut Regions, at: usize, owner: Owner) -> Result<(), Broken> {
+fn set(regions: &mut Regions, at: usize, owner: Owner) -> Result<(), Inconsistency> {
     let region = &mut regions.0[at];
     if region.owner != Owner::Program {
         let why = "a block in the cache of a thread is free, or in another one's";
@@ -96,7 +96,7 @@ fn set(regions: &mut Regions, at: usize, owner: Owner) -> Result<(), Broken> {
 
 /// Marks the blocks in these caches as in doubt. If a cache is empty, it may be being filled: all words of its list
 /// are looked at.
-fn doubt(image: &Image, caches: &[Cache], regions: &mut Regions, fuel: &mut Fuel) {
+fn mark_in_doubt(image: &Image, caches: &[Cache], regions: &mut Regions, fuel: &mut Fuel) {
     for cache in caches {
         for at in cache.list(cache.from == cache.end) {
             if !fuel.burn(1) {
@@ -119,10 +119,10 @@ fn doubt(image: &Image, caches: &[Cache], regions: &mut Regions, fuel: &mut Fuel
 /// If a thread has one.
 fn expect_no_caches(
     image: &Image,
-    inside: &Inside,
+    inside: &AllocatorCheck,
     regions: &Regions,
     fuel: &mut Fuel,
-) -> Result<(), Broken> {
+) -> Result<(), Inconsistency> {
     for memory in inside.own_memory() {
         for (at, _) in image.words(memory) {
             if caches_at(image, at, regions, fuel).is_some() {
@@ -190,7 +190,7 @@ fn caches_of(image: &Image, member: u64, regions: &Regions, fuel: &mut Fuel) -> 
 fn caches_at(image: &Image, caches: u64, regions: &Regions, fuel: &mut Fuel) -> Option<Vec<Cache>> {
     let mut found = Vec::new();
     let mut block: Option<Range<u64>> = None;
-    for class in 0..MOST_SIZES {
+    for class in 0..MAX_SIZES {
         let at = caches.checked_add(CACHE * class)?;
         let filled_from = image.word(at).filter(|&from| from.is_multiple_of(8));
         let Some(from) = filled_from.filter(|&from| from != 0) else {

@@ -9,13 +9,13 @@ use crate::heap::image::{Image, Thread};
 /// Bytes of a stack in which the frames of jemalloc's functions are, with lists of flushed blocks.
 const FRAMES: u64 = 16 << 10;
 /// Bytes below a thread pointer that hold the thread's own data.
-const OWN: u64 = 64 << 10;
+const TLS_BYTES: u64 = 64 << 10;
 /// Indexes in the general registers of the first argument of a system call and of the call's number.
 const ARGUMENT: usize = 14;
 const CALL: usize = 15;
 
 /// Check for threads that are inside of jemalloc.
-pub(super) struct Inside<'a> {
+pub(super) struct AllocatorCheck<'a> {
     image: &'a Image,
     /// Code of the file that contains jemalloc.
     code: Vec<Range<u64>>,
@@ -23,7 +23,7 @@ pub(super) struct Inside<'a> {
     locks: Vec<Range<u64>>,
 }
 
-impl<'a> Inside<'a> {
+impl<'a> AllocatorCheck<'a> {
     /// Makes the check for the file that contains jemalloc. `locks` is the memory that holds its locks.
     pub(super) fn of(image: &'a Image, file: &[u8], locks: Vec<Range<u64>>) -> Self {
         let areas = image.areas.iter();
@@ -40,7 +40,7 @@ impl<'a> Inside<'a> {
         let threads = self.image.threads.iter();
         let near = threads.filter(|thread| {
             let below = thread.thread_pointer.wrapping_sub(address);
-            below <= OWN
+            below <= TLS_BYTES
         });
         near.min_by_key(|thread| thread.thread_pointer)
     }
@@ -73,14 +73,14 @@ impl<'a> Inside<'a> {
     /// Iterates over the memory with the threads' own data.
     pub(super) fn own_memory(&self) -> impl Iterator<Item = Range<u64>> {
         let threads = self.image.threads.iter();
-        threads.map(|thread| thread.thread_pointer.saturating_sub(OWN)..thread.thread_pointer)
+        threads.map(|thread| thread.thread_pointer.saturating_sub(TLS_BYTES)..thread.thread_pointer)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap::image::made::Made;
+    use crate::heap::image::made::ImageBuilder;
 
     const FILE: &str = "/lib/libjemalloc.so.2";
     const CODE: u64 = 0x7f00_0000_0000;
@@ -91,7 +91,7 @@ mod tests {
 
     /// Makes an image with a word on a stack.
     fn image(at: u64, word: u64) -> Image {
-        let mut made = Made::default();
+        let mut made = ImageBuilder::default();
         let file = |access: &str, name: &str| format!("{access} 00000000 fe:00 7 {name}");
         made.map(STACK..STACK + 0x10_0000, "rw-p 00000000 00:00 0 ");
         made.map(CODE..CODE + 0x1000, &file("r-xp", FILE));
@@ -125,7 +125,7 @@ mod tests {
 
     fn is_inside(image: &Image, thread: &Thread) -> bool {
         let lock = DATA..DATA + 0x1000;
-        Inside::of(image, FILE.as_bytes(), Vec::from([lock])).is_inside(thread)
+        AllocatorCheck::of(image, FILE.as_bytes(), Vec::from([lock])).is_inside(thread)
     }
 
     #[test]
@@ -201,12 +201,12 @@ mod tests {
                 ..Thread::default()
             });
         }
-        let inside = Inside::of(&image, FILE.as_bytes(), Vec::new());
+        let inside = AllocatorCheck::of(&image, FILE.as_bytes(), Vec::new());
         let tid = |address| inside.thread_of(address).map(|thread| thread.tid);
         for (address, expected) in [
             (0x10_0000, Some(1)),
-            (0x10_0000 - OWN, Some(1)),
-            (0x10_0000 - OWN - 1, None),
+            (0x10_0000 - TLS_BYTES, Some(1)),
+            (0x10_0000 - TLS_BYTES - 1, None),
             (0x10_0001, Some(2)),
             (0x10_8001, None),
             (0x1f_fff8, Some(3)),
@@ -214,6 +214,6 @@ mod tests {
             assert_eq!(tid(address), expected, "{address:#x}");
         }
         let own: Vec<_> = inside.own_memory().collect();
-        assert_eq!(own, pointers.map(|pointer| pointer - OWN..pointer));
+        assert_eq!(own, pointers.map(|pointer| pointer - TLS_BYTES..pointer));
     }
 }

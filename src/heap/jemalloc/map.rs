@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
 use crate::heap::image::Image;
-use crate::heap::page_table::PAGE;
+use crate::heap::page_index::PAGE;
 
-use super::{Broken, Fuel, MOST_TRIES, SIZES};
+use super::{Fuel, Inconsistency, MAX_TRIES, SIZES};
 
 /// Size of a leaf, and of the part of the table that is for user programs, in bytes.
 pub(super) const LEAF: u64 = 8 << 18;
@@ -142,7 +142,7 @@ impl Map {
         }
         let mut tables: Vec<_> = votes.into_iter().rev().collect();
         tables.sort_by_key(|(_, leaves)| Reverse(leaves.len()));
-        let tables = tables.into_iter().take(MOST_TRIES);
+        let tables = tables.into_iter().take(MAX_TRIES);
         tables.map(|(table, _)| Self::at(image, table)).collect()
     }
 
@@ -161,7 +161,7 @@ impl Map {
         &self,
         image: &Image,
         fuel: &mut Fuel,
-        broken: &mut Vec<Broken>,
+        broken: &mut Vec<Inconsistency>,
     ) -> BTreeMap<u64, Extent> {
         let mut extents: BTreeMap<u64, Extent> = BTreeMap::new();
         for (at, leaf) in image.words(self.table..self.table + TABLE) {
@@ -212,7 +212,7 @@ fn may_be_leaf(image: &Image, leaf: u64) -> bool {
         && leaf.is_multiple_of(64)
         && leaf >> 47 == 0
         && image.area(leaf).is_some_and(|area| {
-            area.writable && area.is_private_memory() && area.mapping.range.end - leaf >= LEAF
+            area.writable && area.is_private_anonymous() && area.mapping.range.end - leaf >= LEAF
         })
 }
 

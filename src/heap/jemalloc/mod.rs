@@ -26,7 +26,7 @@ use crate::heap::blocks::{self, Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
 use crate::heap::untrusted::{Fuel, word};
 
-use inside::Inside;
+use inside::AllocatorCheck;
 use map::{Extent, Map};
 use usage::HeapUsage;
 
@@ -35,20 +35,20 @@ const SMALL: usize = 36;
 /// Number of all size classes.
 const SIZES: usize = 232;
 /// Largest number of blocks of a slab.
-const MOST_OF_SLAB: u64 = 512;
+const MAX_SLAB_REGIONS: u64 = 512;
 /// Size of the pieces in which the allocator takes memory for itself, in bytes.
-const OWN: u64 = 2 << 20;
+const BASE_BLOCK: u64 = 2 << 20;
 
 /// Largest number of page maps that are tried. Few processes have more than one jemalloc.
-const MOST_TRIES: usize = 64;
+const MAX_TRIES: usize = 64;
 /// Largest number of inconsistencies that are kept.
-const MOST_BROKEN: usize = 16;
+const MAX_BROKEN: usize = 16;
 
 /// Inconsistency, with its address.
-type Broken = (String, Option<u64>);
+type Inconsistency = (String, Option<u64>);
 
 /// Returns the size of the blocks of a size class, in bytes.
-fn size_of(class: usize) -> u64 {
+fn class_size(class: usize) -> u64 {
     const FIRST: [u64; 5] = [8, 16, 32, 48, 64];
     // There are four classes to each power of two.
     FIRST.get(class).copied().unwrap_or_else(|| {
@@ -142,7 +142,7 @@ pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
         let maps = Map::all(image, &data, &mut searching).into_iter();
         maps.map(move |map| (file, data.clone(), map))
     });
-    for (file, data, map) in maps.take(MOST_TRIES) {
+    for (file, data, map) in maps.take(MAX_TRIES) {
         // A word outside of the table that refers to a leaf looks like a part of another table.
         if map.leaves.iter().any(|leaf| known.contains(leaf)) {
             continue;
@@ -169,7 +169,7 @@ fn walk_map(
     map: &Map,
     fuel: &mut Fuel,
 ) -> Option<(Heap, Part)> {
-    let mut broken: Vec<Broken> = Vec::new();
+    let mut broken: Vec<Inconsistency> = Vec::new();
     let extents = map.extents(image, fuel, &mut broken);
     let (mut regions, mut miscounted) = (Regions::default(), Vec::new());
     let most = image.copied_bytes() / 8 + (1 << 20);
@@ -180,18 +180,21 @@ fn walk_map(
         }
         let (blocks, agrees) = blocks_of(image, extent, &mut broken);
         regions.0.extend(blocks);
-        if !agrees && miscounted.len() < MOST_BROKEN {
+        if !agrees && miscounted.len() < MAX_BROKEN {
             miscounted.push(extent);
         }
         // One inconsistency is enough to refuse the heap, and every extent could have one.
-        broken.truncate(MOST_BROKEN);
+        broken.truncate(MAX_BROKEN);
     }
     regions
         .0
         .sort_unstable_by_key(|region| region.block.address);
     let arenas = arenas::Arenas::find(image, data, &extents, fuel)?;
     let mut addresses = BTreeMap::new();
-    let mut own: BTreeSet<_> = extents.keys().map(|edata| edata & !(OWN - 1)).collect();
+    let mut own: BTreeSet<_> = extents
+        .keys()
+        .map(|edata| edata & !(BASE_BLOCK - 1))
+        .collect();
     match arenas {
         Ok(arenas) => {
             let unlocked = miscounted
@@ -202,9 +205,9 @@ fn walk_map(
                 broken.push((why.into(), Some(slab.edata)));
             }
             own.extend(arenas.windows());
-            let locks = own.iter().map(|&window| window..window + OWN);
+            let locks = own.iter().map(|&window| window..window + BASE_BLOCK);
             let locks = locks.chain([data.clone()]).collect();
-            let inside = Inside::of(image, file, locks);
+            let inside = AllocatorCheck::of(image, file, locks);
             if let Err(why) = caches::mark(image, &arenas, &inside, &mut regions, fuel) {
                 broken.push(why);
             }
@@ -216,7 +219,7 @@ fn walk_map(
         broken.push(("the heap goes round in circles".into(), None));
     }
     let mut heap = heap(&extents, &regions, broken);
-    let own = own.into_iter().map(|window| window..window + OWN);
+    let own = own.into_iter().map(|window| window..window + BASE_BLOCK);
     let leaves = map.leaves.iter().map(|&leaf| leaf..leaf + map::LEAF);
     heap.structures = blocks::merged(own.chain(leaves).collect());
     heap.allocators = vec![Allocator {
@@ -232,8 +235,12 @@ fn walk_map(
 }
 
 /// Returns the blocks of an extent, free ones included, and whether as many are free as the extent has counted.
-fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> (Vec<Region>, bool) {
-    let size = size_of(extent.class);
+fn blocks_of(
+    image: &Image,
+    extent: &Extent,
+    broken: &mut Vec<Inconsistency>,
+) -> (Vec<Region>, bool) {
+    let size = class_size(extent.class);
     let region = |address: u64, owner: Owner| Region {
         block: Block { address, size },
         class: extent.class,
@@ -251,7 +258,7 @@ fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> (Vec<R
         return (vec![region(extent.first, Owner::Program)], true);
     }
     let count = extent.bytes / size;
-    if extent.class >= SMALL || !extent.bytes.is_multiple_of(size) || count > MOST_OF_SLAB {
+    if extent.class >= SMALL || !extent.bytes.is_multiple_of(size) || count > MAX_SLAB_REGIONS {
         broken.push(("a slab is not of whole blocks".into(), Some(extent.edata)));
         return (Vec::new(), true);
     }
@@ -273,7 +280,7 @@ fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> (Vec<R
 
 /// Returns the heap in the terms that all allocators have in common. An inconsistent heap is returned without blocks,
 /// as forged blocks can be anywhere, and many.
-fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Broken>) -> Heap {
+fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Inconsistency>) -> Heap {
     let of = |owner: Owner| {
         let regions = regions.0.iter();
         let of = regions.filter(move |region| region.owner == owner);

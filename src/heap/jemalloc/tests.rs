@@ -1,8 +1,8 @@
 //! A small heap, written by hand: whole, then damaged in every word.
 
 use crate::heap::image::Thread;
-use crate::heap::image::made::Made;
-use crate::heap::page_table::PAGE;
+use crate::heap::image::made::ImageBuilder;
+use crate::heap::page_index::PAGE;
 
 use super::*;
 
@@ -25,7 +25,7 @@ const CLASS: u64 = 4;
 const LARGE: u64 = 39;
 
 /// Writes an extent: its description, and its elements in the page map.
-fn extent(made: &mut Made, edata: u64, bits: u64, pages: std::ops::Range<u64>, all: bool) {
+fn extent(made: &mut ImageBuilder, edata: u64, bits: u64, pages: std::ops::Range<u64>, all: bool) {
     made.put(edata, bits);
     made.put(edata + 8, MEMORY + PAGE * pages.start);
     made.put(edata + 16, PAGE * (pages.end - pages.start));
@@ -39,8 +39,8 @@ fn extent(made: &mut Made, edata: u64, bits: u64, pages: std::ops::Range<u64>, a
 
 /// Makes a heap: a slab of 64 blocks, the lists of caches, and a free extent. Blocks 0 to 59 are in use, except 7 and
 /// 9, which are in a thread's cache.
-fn heap() -> Made {
-    let mut made = Made::default();
+fn heap() -> ImageBuilder {
+    let mut made = ImageBuilder::default();
     made.map(
         DATA..DATA + 0x40_0000,
         "rw-p 00000000 fe:00 7 /lib/libjemalloc.so.2",
@@ -125,7 +125,7 @@ fn a_whole_heap_has_its_blocks_and_what_is_free() {
 const APART: u64 = 64 << 30;
 
 /// Makes two heaps: the heap, and a copy of it whose file has its data `data_by` further on.
-fn two_heaps(data_by: u64, second_file: &str) -> Made {
+fn two_heaps(data_by: u64, second_file: &str) -> ImageBuilder {
     let mut made = heap();
     let moved = |address: u64| match address {
         DATA..0x7f00_0040_0000 => address + data_by,
@@ -174,7 +174,7 @@ fn each_jemalloc_of_a_process_is_walked() {
 
 /// Makes the heap with the thread whose caches these are, and with its stack in the data. A thread that is inside of
 /// the allocator has made a call out of the allocator's code.
-fn with_thread(is_inside: bool) -> Made {
+fn with_thread(is_inside: bool) -> ImageBuilder {
     const CODE: u64 = DATA - 0x1_0000;
     const STACK: u64 = DATA + 0x20_0000;
     let mut made = heap();

@@ -108,7 +108,7 @@ impl HeapUsage {
         for extent in extents {
             let range = extent.range();
             let bytes = range.end - range.start;
-            let resident = image.present(range.clone());
+            let resident = image.resident_bytes(range.clone());
             let arena = self.arenas.entry((heap, extent.arena));
             let arena = arena.or_insert_with(|| Usage {
                 address: addresses.get(&extent.arena).copied().unwrap_or(0),
@@ -121,7 +121,7 @@ impl HeapUsage {
             }
             while let Some(region) = regions.next_if(|region| region.block.address < range.end) {
                 let block = region.block;
-                let resident = image.present(block.range());
+                let resident = image.resident_bytes(block.range());
                 for all in [&mut *arena, &mut self.all] {
                     all.of_owner(region.owner).add(block.size, resident);
                 }

@@ -161,20 +161,27 @@ impl<'a> Types<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap::names::memory::sample::Sample;
+    use crate::heap::names::memory::sample::FakeProcess;
 
     const TYPE: u64 = 0x40_1000;
     const BLOCK: u64 = 0x10_0000;
 
-    fn define(sample: &mut Sample, at: u64, metatype: u64, name: &[u8], size: u64, flags: u64) {
+    fn define(
+        sample: &mut FakeProcess,
+        at: u64,
+        metatype: u64,
+        name: &[u8],
+        size: u64,
+        flags: u64,
+    ) {
         sample.words(at, &[1, metatype, 0, at + 0x200, size]);
         sample.words(at + FLAGS, &[flags | READY]);
         sample.string(at + 0x200, name);
     }
 
     /// Makes a process of CPython with `type`, a metatype made of it, and a class of each kind.
-    fn python() -> Sample {
-        let mut sample = Sample::default();
+    fn python() -> FakeProcess {
+        let mut sample = FakeProcess::default();
         sample.module(0x30_0000, 0x1000, "libpython3.11.so.1.0");
         sample.anonymous(0x40_0000, 0x10000);
         sample.anonymous(BLOCK, 0x1000);
@@ -201,7 +208,7 @@ mod tests {
         sample
     }
 
-    fn object(sample: &Sample, size: u64) -> Option<(String, u64)> {
+    fn object(sample: &FakeProcess, size: u64) -> Option<(String, u64)> {
         sample.with(|memory| {
             let types = Types::new(memory).expect("CPython");
             let object = types.object(Block {
@@ -271,7 +278,7 @@ mod tests {
 
     #[test]
     fn a_process_without_cpython_has_no_objects() {
-        let sample = Sample::default();
+        let sample = FakeProcess::default();
         assert!(sample.with(|memory| Types::new(memory).is_none()));
     }
 }

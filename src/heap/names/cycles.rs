@@ -14,7 +14,7 @@ const IMMORTAL: u32 = 1 << 30;
 
 /// Reason why an unreachable object has not been freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unreachable {
+pub enum CycleVerdict {
     /// More references to the object were counted than exist.
     Lost,
     /// A lost object refers to the object, by way of others or not.
@@ -38,7 +38,7 @@ pub struct Reference {
 }
 
 /// Judges unreachable objects by all references among unreachable blocks. `references` has one for each word.
-pub fn judge(objects: &[PythonObject], references: &[Reference]) -> Vec<Unreachable> {
+pub fn judge(objects: &[PythonObject], references: &[Reference]) -> Vec<CycleVerdict> {
     let by_block: HashMap<usize, usize> = (0..)
         .zip(objects)
         .map(|(number, object)| (object.block, number))
@@ -59,23 +59,23 @@ pub fn judge(objects: &[PythonObject], references: &[Reference]) -> Vec<Unreacha
     let counted = objects.iter().zip(&found);
     let mut judged: Vec<_> = counted
         .map(|(object, &found)| match object.references {
-            IMMORTAL.. => Unreachable::Immortal,
-            counted if counted > found => Unreachable::Lost,
-            _ => Unreachable::Cycle,
+            IMMORTAL.. => CycleVerdict::Immortal,
+            counted if counted > found => CycleVerdict::Lost,
+            _ => CycleVerdict::Cycle,
         })
         .collect();
     let lost = objects
         .iter()
         .zip(&judged)
-        .filter(|(_, judged)| **judged == Unreachable::Lost);
+        .filter(|(_, judged)| **judged == CycleVerdict::Lost);
     let mut rest: Vec<usize> = lost.map(|(object, _)| object.block).collect();
     while let Some(block) = rest.pop() {
         // Each block's references are followed once.
         for target in targets.remove(&block).unwrap_or_default() {
             if let Some(&number) = by_block.get(&target)
-                && judged[number] == Unreachable::Cycle
+                && judged[number] == CycleVerdict::Cycle
             {
-                judged[number] = Unreachable::ViaLost;
+                judged[number] = CycleVerdict::ViaLost;
             }
             rest.push(target);
         }
@@ -106,9 +106,9 @@ mod tests {
 
     #[test]
     fn what_is_lost_has_more_references_than_there_are() {
-        use Unreachable::{Cycle, Immortal, Lost, ViaLost};
-        // 0 and 1 are a cycle, with 2 on it. 3 is lost; its dictionary, 4, is no object, and refers to 5. 6 is a cycle of
-        // its own that 5 refers to. 7 is immortal. A word into the middle of 8 is no reference.
+        use CycleVerdict::{Cycle, Immortal, Lost, ViaLost};
+        // 0 and 1 are a cycle, with 2 on it. 3 is lost; its dictionary, 4, is no object, and refers to 5. 6 is a cycle
+        // of its own that 5 refers to. 7 is immortal. A word into the middle of 8 is no reference.
         let objects = [
             (0, 1),
             (1, 1),

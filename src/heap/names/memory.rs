@@ -117,12 +117,12 @@ pub(super) mod sample {
 
     use super::*;
     use crate::heap::blocks::{Block, Coverage, Heap};
-    use crate::heap::image::made::Made;
+    use crate::heap::image::made::ImageBuilder;
 
     /// Memory that is copied, and modules by their first address.
     #[derive(Default)]
-    pub(crate) struct Sample {
-        pub(crate) made: Made,
+    pub(crate) struct FakeProcess {
+        pub(crate) made: ImageBuilder,
         modules: BTreeMap<u64, Vec<u8>>,
     }
 
@@ -136,7 +136,7 @@ pub(super) mod sample {
         }
     }
 
-    impl Sample {
+    impl FakeProcess {
         pub(crate) fn module(&mut self, address: u64, size: u64, name: &str) {
             let rest = format!("r--p 00000000 fe:00 7 /usr/lib/{name}");
             self.made.map(address..address + size, &rest);
@@ -197,7 +197,7 @@ pub(super) mod sample {
 
     #[test]
     fn strings_end_where_they_can() {
-        let mut sample = Sample::default();
+        let mut sample = FakeProcess::default();
         sample.anonymous(0x1000, 0x1000);
         sample.string(0x1005, b"hello");
         sample.bytes(0x1ff0, &[b'x'; 16]);
@@ -213,7 +213,7 @@ pub(super) mod sample {
 
     #[test]
     fn a_module_is_its_files_and_the_zeros_after_them() {
-        let mut sample = Sample::default();
+        let mut sample = FakeProcess::default();
         sample.module(0x10000, 0x1000, "libx.so");
         sample.anonymous(0x11000, 0x1000);
         sample.anonymous(0x12000, 0x1000);

@@ -171,11 +171,11 @@ impl Names {
 
     /// Returns the type of a block, by the block's index in [`Heap::blocks`]; None if the block is unnamed.
     pub fn of_block(&self, block: usize) -> Option<&Type> {
-        self.types.get(self.number(block)?)
+        self.types.get(self.type_index(block)?)
     }
 
     /// Returns the number of a block's type, which is the same for all blocks of that type.
-    pub fn number(&self, block: usize) -> Option<usize> {
+    pub fn type_index(&self, block: usize) -> Option<usize> {
         (*self.of_blocks.get(block)? as usize).checked_sub(1)
     }
 
@@ -303,7 +303,7 @@ impl Naming<'_> {
         };
         let owner_at = |place: u64| {
             let (block, _) = self.heap.block_at(place)?;
-            let number = self.names.number(block)?;
+            let number = self.names.type_index(block)?;
             let of = self.names.types.get(number)?;
             (of.kind == Kind::Class && !of.name.ends_with("[]")).then_some(number)
         };

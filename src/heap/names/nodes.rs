@@ -141,7 +141,7 @@ impl Nodes<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap::names::memory::sample::{self, Sample};
+    use crate::heap::names::memory::sample::{self, FakeProcess};
 
     const STACK: u64 = 0x7000_0000;
 
@@ -149,15 +149,15 @@ mod tests {
         0x10_0000 + number * 0x40
     }
 
-    fn memory() -> Sample {
-        let mut sample = Sample::default();
+    fn memory() -> FakeProcess {
+        let mut sample = FakeProcess::default();
         sample.anonymous(at(0), 0x1000);
         sample.anonymous(STACK, 0x1000);
         sample
     }
 
     /// Returns the nodes that are found among this many blocks.
-    fn nodes(sample: &Sample, blocks: u64) -> Vec<(u32, Shape, u64)> {
+    fn nodes(sample: &FakeProcess, blocks: u64) -> Vec<(u32, Shape, u64)> {
         let blocks: Vec<_> = (0..blocks).map(|number| (at(number), 0x38)).collect();
         let (heap, mut nodes) = (sample::heap(&blocks), Vec::new());
         sample.with(|memory| {
@@ -170,7 +170,7 @@ mod tests {
     }
 
     /// Links these addresses in a ring.
-    fn link(sample: &mut Sample, ring: &[u64]) {
+    fn link(sample: &mut FakeProcess, ring: &[u64]) {
         for (number, &node) in ring.iter().enumerate() {
             let (last, next) = (
                 (number + ring.len() - 1) % ring.len(),
@@ -218,7 +218,7 @@ mod tests {
     }
 
     /// A tree with a root and two children, held by a container on the stack.
-    fn tree() -> Sample {
+    fn tree() -> FakeProcess {
         let mut sample = memory();
         sample.words(STACK, &[RED.into(), at(0), at(1), at(2), 3]);
         sample.words(at(0), &[BLACK.into(), STACK, at(1), at(2)]);

@@ -32,7 +32,7 @@ pub struct Pools {
     pub free_bytes: u64,
     /// Number of pools in which the number in use and the free list do not agree, as while one of the two is being
     /// changed. The blocks of these pools are not known.
-    pub strange: u64,
+    pub inconsistent: u64,
 }
 
 /// Adds the blocks of pymalloc's pools to a heap. The heap's allocators know nothing of these blocks.
@@ -49,7 +49,7 @@ pub fn with_pools(image: &Image, heap: Heap) -> (Heap, Pools) {
         pools: found.pools.len() as u64,
         blocks: found.blocks.len() as u64,
         free_bytes: bytes - used,
-        strange: found.strange,
+        inconsistent: found.strange,
     };
     (found.added_to(heap), pools)
 }
@@ -71,7 +71,7 @@ impl Found {
             strange: 0,
         };
         let areas = image.areas.iter();
-        for area in areas.filter(|area| area.is_private_memory() && area.writable) {
+        for area in areas.filter(|area| area.is_private_anonymous() && area.writable) {
             let Range { start, end } = area.mapping.range;
             // An arena is aligned to pages; its pools, to their size.
             for pool in (start.next_multiple_of(size)..end).step_by(size as usize) {
@@ -182,13 +182,13 @@ mod tests {
     use std::slice;
 
     use super::*;
-    use crate::heap::names::memory::sample::{self, Sample};
+    use crate::heap::names::memory::sample::{self, FakeProcess};
 
     const ARENA: u64 = 0x7000_0000;
 
     /// Writes a pool of blocks of 48 bytes. Of the first `touched` blocks, those in `free` are free, and the others
     /// in use.
-    fn pool(sample: &mut Sample, at: u64, size: u64, touched: u64, free: &[u64]) {
+    fn pool(sample: &mut FakeProcess, at: u64, size: u64, touched: u64, free: &[u64]) {
         let place = |number: u64| at + HEADER + 48 * number;
         let used = touched - free.len() as u64;
         let first = free.first().map_or(0, |&number| place(number));
@@ -200,8 +200,8 @@ mod tests {
         }
     }
 
-    fn arena(size: u64) -> Sample {
-        let mut sample = Sample::default();
+    fn arena(size: u64) -> FakeProcess {
+        let mut sample = FakeProcess::default();
         sample.anonymous(ARENA, 0x10000);
         pool(&mut sample, ARENA, size, 5, &[3, 1]);
         pool(&mut sample, ARENA + size, size, (size - HEADER) / 48, &[]);
@@ -209,7 +209,7 @@ mod tests {
         sample
     }
 
-    fn found(sample: &Sample, managed: &[Range<u64>]) -> (Heap, Pools) {
+    fn found(sample: &FakeProcess, managed: &[Range<u64>]) -> (Heap, Pools) {
         let mut heap = sample::heap(&[(0x1000, 24)]);
         heap.regions = managed.to_vec();
         with_pools(&sample.made.image(), heap)
@@ -224,7 +224,7 @@ mod tests {
                 pools: 3,
                 blocks: 3 + full,
                 free_bytes: 3 * (size - HEADER) - 48 * (3 + full),
-                strange: 0,
+                inconsistent: 0,
             };
             assert_eq!(pools, expected);
             assert_eq!(heap.blocks().len() as u64, 4 + full);
@@ -254,7 +254,11 @@ mod tests {
             pool(&mut sample, ARENA + 3 * POOLS[0], POOLS[0], 7, &[]);
             sample.words(address, &[word]);
             let (_, pools) = found(&sample, &[]);
-            assert_eq!((pools.pools, pools.strange), (3, 1), "{address:x} {word:x}");
+            assert_eq!(
+                (pools.pools, pools.inconsistent),
+                (3, 1),
+                "{address:x} {word:x}"
+            );
         }
     }
 }

@@ -71,11 +71,11 @@ pub(super) fn scan(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap::names::memory::sample::{self, Sample};
+    use crate::heap::names::memory::sample::{self, FakeProcess};
 
     #[test]
     fn who_points_at_a_block() {
-        let mut sample = Sample::default();
+        let mut sample = FakeProcess::default();
         let at = |number: u64| 0x10_0000 + number * 0x40;
         sample.anonymous(at(0), 0x1000);
         sample.anonymous(0x7000_0000, 0x1000);

@@ -147,14 +147,14 @@ impl<'a> Classes<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap::names::memory::sample::Sample;
+    use crate::heap::names::memory::sample::FakeProcess;
 
     const MODULE: u64 = 0x40_0000;
 
     /// Makes a module with the runtime's three describing classes, at MODULE, +0x100 and +0x200. The address points
     /// of their vtables are 16 bytes on.
-    fn runtime() -> Sample {
-        let mut sample = Sample::default();
+    fn runtime() -> FakeProcess {
+        let mut sample = FakeProcess::default();
         sample.module(MODULE, 0x10000, "program");
         for (at, (name, _)) in (MODULE..).step_by(0x100).zip(DESCRIBING) {
             sample.words(at, &[0, at + 0x40]);
@@ -165,7 +165,7 @@ mod tests {
     }
 
     /// Makes a class of no bases, one or more. Returns the word that its objects begin with.
-    fn class(sample: &mut Sample, at: u64, name: &[u8], bases: &[u64]) -> u64 {
+    fn class(sample: &mut FakeProcess, at: u64, name: &[u8], bases: &[u64]) -> u64 {
         let kind = bases.len().min(2) as u64;
         sample.words(at, &[0, at + 0x20]);
         sample.words(at + 0x20, &[MODULE + kind * 0x100 + 16, at + 0x80]);
@@ -178,7 +178,7 @@ mod tests {
         at + 16
     }
 
-    fn name_of(sample: &Sample, vtable: u64) -> Option<Rc<str>> {
+    fn name_of(sample: &FakeProcess, vtable: u64) -> Option<Rc<str>> {
         sample.with(|memory| Classes::new(memory).of(vtable))
     }
 

@@ -181,14 +181,14 @@ pub(super) fn fits(block: Block, bytes: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap::names::memory::sample::{self, Sample};
+    use crate::heap::names::memory::sample::{self, FakeProcess};
 
     const HEAP: u64 = 0x10_0000;
     const STACK: u64 = 0x7000_0000;
 
     /// Makes memory for blocks, and a stack.
-    fn memory() -> Sample {
-        let mut sample = Sample::default();
+    fn memory() -> FakeProcess {
+        let mut sample = FakeProcess::default();
         sample.anonymous(HEAP, 0x10000);
         sample.anonymous(STACK, 0x1000);
         sample
@@ -200,7 +200,7 @@ mod tests {
 
     /// Returns the shapes of blocks of these sizes. Words on the stack, the first of which points at block 0, prove
     /// the shapes.
-    fn told(sample: &Sample, sizes: &[u64]) -> Vec<(u32, Shape)> {
+    fn told(sample: &FakeProcess, sizes: &[u64]) -> Vec<(u32, Shape)> {
         let blocks: Vec<_> = (0..).map(at).zip(sizes.iter().copied()).collect();
         let (heap, mut told) = (sample::heap(&blocks), Vec::new());
         sample.with(|memory| {
@@ -291,7 +291,7 @@ mod tests {
             (at(0) + 16, at(3)),
             (at(2), at(1)),
         ] {
-            let mut wrong = Sample::default();
+            let mut wrong = FakeProcess::default();
             wrong.made = sample.made.clone();
             wrong.words(place, &[word]);
             assert_eq!(told(&wrong, &[24, 24, 24, 24]), [], "{place:x} {word:x}");

@@ -1,15 +1,15 @@
 //! Tests of the names of whole heaps, made up.
 
 use super::*;
-use crate::heap::names::memory::sample::{self, Sample};
+use crate::heap::names::memory::sample::{self, FakeProcess};
 
 const MODULE: u64 = 0x40_0000;
 const HEAP: u64 = 0x10_0000;
 const STACK: u64 = 0x7000_0000;
 
 /// A C++ program with two classes, and the words that their objects begin with.
-fn program() -> (Sample, [u64; 2]) {
-    let mut sample = Sample::default();
+fn program() -> (FakeProcess, [u64; 2]) {
+    let mut sample = FakeProcess::default();
     sample.module(MODULE, 0x10000, "program");
     sample.anonymous(HEAP, 0x10000);
     sample.anonymous(STACK, 0x1000);
@@ -31,7 +31,7 @@ fn at(number: u64) -> u64 {
 }
 
 /// Returns the names of blocks of these sizes, 0x400 bytes apart.
-fn names(sample: &Sample, sizes: &[u64]) -> Vec<String> {
+fn names(sample: &FakeProcess, sizes: &[u64]) -> Vec<String> {
     let blocks: Vec<_> = (0..).map(at).zip(sizes.iter().copied()).collect();
     let heap = sample::heap(&blocks);
     let names = Names::of(&sample.made.image(), &heap, sample.modules());
@@ -97,7 +97,7 @@ fn what_one_block_alone_points_at_is_held_by_it() {
 
 #[test]
 fn shapes_are_of_cxx_programs_only() {
-    let mut sample = Sample::default();
+    let mut sample = FakeProcess::default();
     sample.anonymous(HEAP, 0x10000);
     sample.anonymous(STACK, 0x1000);
     sample.words(STACK, &[at(0), at(0) + 8, at(0) + 96]);
@@ -108,7 +108,7 @@ fn shapes_are_of_cxx_programs_only() {
 
 #[test]
 fn python_objects_have_the_words_before_them() {
-    let mut sample = Sample::default();
+    let mut sample = FakeProcess::default();
     sample.module(MODULE, 0x1000, "python3.11");
     sample.anonymous(HEAP, 0x10000);
     let types = HEAP + 0x8000;

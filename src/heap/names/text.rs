@@ -27,12 +27,12 @@ fn is_shown(character: char) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heap::image::made::Made;
+    use crate::heap::image::made::ImageBuilder;
 
     #[test]
     fn text_fills_its_block() {
         let is = |content: &[u8], size: u64| {
-            let mut made = Made::default();
+            let mut made = ImageBuilder::default();
             made.put_bytes(0x1000, content);
             is_text(
                 &made.image(),

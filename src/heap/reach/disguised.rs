@@ -24,7 +24,7 @@ impl Reach {
             return;
         };
         let mut queue = Vec::new();
-        for range in roots::ranges(&roots::not_roots(image, heap)) {
+        for range in roots::root_ranges(&roots::excluded_ranges(image, heap)) {
             for (address, word) in disguised(image, range, &lost) {
                 if let Some(block) = self.lost_block(heap, word) {
                     let root = self.roots.len() as u32 | IS_ROOT;

@@ -6,7 +6,7 @@ use super::{Class, MIDDLE, Reach};
 use crate::heap::blocks::Heap;
 use crate::heap::image::Image;
 use crate::heap::names::PythonObject;
-use crate::heap::names::cycles::{self, Reference, Unreachable};
+use crate::heap::names::cycles::{self, CycleVerdict, Reference};
 
 impl Reach {
     /// Groups lost blocks under leaders. Leaders are the blocks that no other lost block refers to, and objects of
@@ -28,16 +28,16 @@ impl Reach {
         let will_be_freed = |block: u32| {
             let at = judged.binary_search_by_key(&block, |(block, _)| *block);
             let judged = at.ok().map(|at| judged[at].1);
-            matches!(judged, Some(Unreachable::Cycle | Unreachable::Immortal))
+            matches!(judged, Some(CycleVerdict::Cycle | CycleVerdict::Immortal))
         };
         let first = lost.iter().filter(|&&block| !is_held[block as usize]);
         let first = first.copied().filter(|&block| !will_be_freed(block));
-        self.gather_all(first, Class::Via);
-        let counted = judged.iter().filter(|(_, of)| *of == Unreachable::Lost);
-        self.gather_all(counted.map(|(block, _)| *block), Class::Via);
+        self.gather_all(first, Class::UnreachableVia);
+        let counted = judged.iter().filter(|(_, of)| *of == CycleVerdict::Lost);
+        self.gather_all(counted.map(|(block, _)| *block), Class::UnreachableVia);
         let cycles = lost.iter().copied().filter(|&block| will_be_freed(block));
         self.gather_all(cycles, Class::Cycle);
-        self.gather_all(lost.iter().copied(), Class::Via);
+        self.gather_all(lost.iter().copied(), Class::UnreachableVia);
     }
 
     /// Makes each of these blocks the leader of the blocks that it refers to, unless another lost block leads it, or
@@ -85,7 +85,7 @@ impl Reach {
         heap: &Heap,
         python: &[PythonObject],
         lost: &[u32],
-    ) -> Vec<(u32, Unreachable)> {
+    ) -> Vec<(u32, CycleVerdict)> {
         let is_lost = |block: usize| self.classes.get(block) == Some(&Class::Unreachable);
         let objects = python.iter().filter(|object| is_lost(object.block));
         let objects: Vec<_> = objects.copied().collect();

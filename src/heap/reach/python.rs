@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn the_collectors_list_holds_nothing_and_cycles_are_no_loss() {
-        use Class::{Cycle, Reachable, Unreachable, Via};
+        use Class::{Cycle, Reachable, Unreachable, UnreachableVia};
         let mut made = process();
         // The list links all objects, from a global on, and back, with flags in the links.
         made.put(GLOBALS, block(0));
@@ -101,7 +101,15 @@ mod tests {
         let python = objects(&[1, 1, 1, 1, 1, 1, 2]);
         let reach = Reach::new(&image, &heap, &python).expect("few blocks");
         let classes: Vec<_> = (0..7).map(|block| reach.class(block)).collect();
-        let expected = [Reachable, Cycle, Cycle, Cycle, Unreachable, Via, Via];
+        let expected = [
+            Reachable,
+            Cycle,
+            Cycle,
+            Cycle,
+            Unreachable,
+            UnreachableVia,
+            UnreachableVia,
+        ];
         assert_eq!(classes, expected);
         assert_eq!(reach.leaders()[4..], [Some(4); 3]);
         assert_eq!(reach.leaders()[..4], [None; 4]);
@@ -110,7 +118,7 @@ mod tests {
         let reach = Reach::new(&image, &heap, &python).expect("few blocks");
         assert_eq!(
             [1, 2, 3].map(|block| reach.class(block)),
-            [Via, Unreachable, Via]
+            [UnreachableVia, Unreachable, UnreachableVia]
         );
     }
 }

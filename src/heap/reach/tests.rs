@@ -3,16 +3,16 @@
 use super::*;
 use crate::heap::blocks::{Block, Coverage};
 use crate::heap::image::Thread;
-use crate::heap::image::made::Made;
-use crate::heap::kernel::Kept;
+use crate::heap::image::made::ImageBuilder;
+use crate::heap::kernel::KernelWord;
 
 const HEAP: u64 = 0x10_0000;
 pub(super) const GLOBALS: u64 = 0x60_0000;
 const CODE: u64 = 0x50_0000;
 
 /// A process with a program's data, and a heap with a block of 64 bytes at each multiple of 256.
-pub(super) fn process() -> Made {
-    let mut made = Made::default();
+pub(super) fn process() -> ImageBuilder {
+    let mut made = ImageBuilder::default();
     made.map(HEAP..HEAP + 0x10_0000, "rw-p 00000000 00:00 0 [heap]");
     made.map(CODE..CODE + 0x1000, "r--p 00000000 fe:00 7 /bin/app");
     made.map(GLOBALS..GLOBALS + 0x1000, "rw-p 00001000 fe:00 7 /bin/app");
@@ -40,7 +40,7 @@ fn classes(image: &Image, heap: &Heap) -> Vec<Class> {
         .collect()
 }
 
-use Class::{Interior, Reachable, Unreachable, Via};
+use Class::{Interior, Reachable, Unreachable, UnreachableVia};
 
 #[test]
 fn a_list_is_reached_by_a_global_and_lost_without_it() {
@@ -49,7 +49,10 @@ fn a_list_is_reached_by_a_global_and_lost_without_it() {
     made.put(block(2), block(1));
     made.put(block(1) + 8, block(0));
     let lost = made.image();
-    assert_eq!(classes(&lost, &heap(3)), [Via, Via, Unreachable]);
+    assert_eq!(
+        classes(&lost, &heap(3)),
+        [UnreachableVia, UnreachableVia, Unreachable]
+    );
     let reach = Reach::new(&lost, &heap(3), &[]).expect("few blocks");
     assert_eq!(reach.leaders(), [Some(2), Some(2), Some(2)]);
     assert_eq!(reach.chain(0), (vec![1, 2], None));
@@ -82,7 +85,7 @@ fn a_ring_is_lost_with_one_leader() {
     let image = made.image();
     let reach = Reach::new(&image, &heap(12), &[]).expect("few blocks");
     let classes: Vec<_> = (0..12).map(|block| reach.class(block)).collect();
-    assert_eq!(classes[..10], [Via; 10], "{classes:?}");
+    assert_eq!(classes[..10], [UnreachableVia; 10], "{classes:?}");
     assert_eq!(classes[10..], [Unreachable; 2]);
     assert!(
         reach.leaders()[..10]
@@ -169,7 +172,7 @@ fn registers_hold_what_nothing_else_does() {
 #[test]
 fn the_kernel_holds_what_it_gives_back() {
     let mut image = process().image();
-    image.kept = vec![Kept {
+    image.kernel_words = vec![KernelWord {
         what: "sigev_value of timer",
         number: 3,
         word: block(0),

@@ -2,15 +2,15 @@
 
 use super::*;
 use crate::heap::blocks::{Block, Coverage};
-use crate::heap::image::made::Made;
+use crate::heap::image::made::ImageBuilder;
 
 const STACK: u64 = 0x7f00_0000_1000;
 const STACK_END: u64 = STACK + 0x2_0000;
 const CONTROL: u64 = STACK_END - 0x940;
 
 /// Makes a thread's stack as glibc does, with its guard and control block.
-fn with_stack() -> Made {
-    let mut made = Made::default();
+fn with_stack() -> ImageBuilder {
+    let mut made = ImageBuilder::default();
     made.map(STACK - 0x1000..STACK, "---p 00000000 00:00 0 ");
     made.map(STACK..STACK_END, "rw-p 00000000 00:00 0 ");
     made.put(CONTROL, CONTROL);
@@ -28,7 +28,7 @@ const TABLE: u64 = 0x6010;
 
 /// Adds the control block's table of thread-local storage as glibc has it, of pairs of a block and what is to be
 /// freed.
-fn add_table(made: &mut Made, modules: &[(u64, u64)]) {
+fn add_table(made: &mut ImageBuilder, modules: &[(u64, u64)]) {
     made.put(CONTROL + 8, TABLE);
     made.put(TABLE - 16, modules.len() as u64);
     for (at, &(block, freed)) in (TABLE + 16..).step_by(16).zip(modules) {
@@ -37,8 +37,8 @@ fn add_table(made: &mut Made, modules: &[(u64, u64)]) {
     }
 }
 
-fn skipped(made: &Made) -> Vec<Range<u64>> {
-    not_roots(&made.image(), &Heap::new(Vec::new(), Coverage::Complete))
+fn skipped(made: &ImageBuilder) -> Vec<Range<u64>> {
+    excluded_ranges(&made.image(), &Heap::new(Vec::new(), Coverage::Complete))
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn allocators_memory_is_no_root_and_ranges_are_joined() {
     heap.regions = vec![0x1000..0x3000, 0x3000..0x4000];
     heap.structures.push(0x3800..0x4800);
     assert_eq!(
-        not_roots(&Image::default(), &heap),
+        excluded_ranges(&Image::default(), &heap),
         [0x1000..0x4800, 0x5000..0x5010]
     );
 }
@@ -132,7 +132,7 @@ fn places_have_names() {
 
 #[test]
 fn frames_end_where_thread_local_storage_begins() {
-    let place_at = |made: &Made, address| place(&made.image(), Root::Memory(address));
+    let place_at = |made: &ImageBuilder, address| place(&made.image(), Root::Memory(address));
     let local = |offset| RootPlace::ThreadLocal { tid: 7, offset };
     let mut made = with_stack();
     let stack_pointer = CONTROL - 0x200;
@@ -182,11 +182,11 @@ fn of_stacks_in_one_mapping_the_closest_below_has_a_word() {
 
 #[test]
 fn what_is_behind_a_modules_bss_is_other_memory() {
-    let mut made = Made::default();
+    let mut made = ImageBuilder::default();
     made.map(0x2000..0x3000, "rw-p 00001000 fe:00 9 /lib/libx.so");
     made.map(0x3000..0x9000, "rw-p 00000000 00:00 0 ");
     let image = made.image();
-    let modules = Modules(HashMap::from([(b"/lib/libx.so".to_vec(), 0x1808)]));
+    let modules = ModuleSizes(HashMap::from([(b"/lib/libx.so".to_vec(), 0x1808)]));
     let of = |address| modules.place(&image, Root::Memory(address));
     assert!(matches!(
         of(0x3800),

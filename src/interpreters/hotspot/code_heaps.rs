@@ -20,7 +20,7 @@ const CONTINUATION: &str = "StubRoutines (continuation";
 /// stubs were in the seventh block.
 const STUB_BLOCKS: u32 = 256;
 /// Maximum size of one heap, in bytes: HotSpot's own limit is 2 GiB for all heaps.
-const MOST_HEAP_BYTES: u64 = 2 << 30;
+const MAX_HEAP_BYTES: u64 = 2 << 30;
 
 /// Finds the generated code of a process, for the BPF side. None if the virtual machine is not initialized yet.
 ///
@@ -108,7 +108,7 @@ fn heap(memory: &Memory, structs: &VmStructs, heap: u64) -> Result<hotspot_heap>
         reserved: 0,
     };
     let size = found.end.checked_sub(found.start);
-    let makes_sense = size.is_some_and(|size| size <= MOST_HEAP_BYTES)
+    let makes_sense = size.is_some_and(|size| size <= MAX_HEAP_BYTES)
         && found.map != 0
         && (3..=16).contains(&found.segment_shift);
     ensure!(makes_sense, "whose code heaps make no sense");
@@ -191,9 +191,9 @@ pub(super) fn block(
 
 /// Returns the name of a block's `CodeBlob`.
 pub(super) fn name_of_blob(memory: &Memory, structs: &VmStructs, blob: u64) -> Result<String> {
-    const MOST: usize = 64;
+    const MAX_NAME: usize = 64;
     let name = blob.wrapping_add(structs.at("CodeBlob", "_name")?);
-    memory.c_string(memory.word(name)?, MOST)
+    memory.c_string(memory.word(name)?, MAX_NAME)
 }
 
 fn int(memory: &Memory, address: u64) -> Result<u32> {

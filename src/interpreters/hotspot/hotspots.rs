@@ -11,14 +11,14 @@ use crate::bpf::attach;
 use crate::bpf::types;
 use crate::code::elf_file::Elf;
 use crate::interpreters::memory::{self, Memory};
-use crate::interpreters::search::{Files, Located, Seen};
-use crate::interpreters::told::Told;
+use crate::interpreters::registry::Registry;
+use crate::interpreters::search::{Files, Inspection, Located};
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::Mapping;
 
 /// Finder of HotSpot, which keeps the BPF side up to date.
 pub(crate) struct Hotspots {
-    told: Told,
+    told: Registry,
     names: JavaNames,
 }
 
@@ -27,7 +27,7 @@ impl Hotspots {
     /// maps are requested from the virtual machines that are found.
     pub(crate) fn new(processes: MapHandle, ask: bool) -> Self {
         Self {
-            told: Told::new(processes),
+            told: Registry::new(processes),
             names: JavaNames::new(ask),
         }
     }
@@ -44,7 +44,7 @@ impl Hotspots {
             Ok(found) => found,
             Err(error) => {
                 // Most likely the process has exited. Otherwise its stacks are like those of other generated code.
-                attach::verbose(format_args!("no Java frames of process {pid}: {error:#}"));
+                attach::log_verbose(format_args!("no Java frames of process {pid}: {error:#}"));
                 false
             }
         }
@@ -53,7 +53,7 @@ impl Hotspots {
     /// Looks for the HotSpot of a process that is stopped because it has mapped code, unless the HotSpot is already
     /// known.
     pub(crate) fn look_at_stopped(&mut self, pid: u32, files: &mut Files) {
-        if !self.told.knows(pid) {
+        if !self.told.contains(pid) {
             self.look_at(pid, None, files);
         }
     }
@@ -65,8 +65,8 @@ impl Hotspots {
         let machine = match locate(pid, files)? {
             Located::Found(machine) => machine,
             Located::None => return Ok(false),
-            Located::Unknown(why) => {
-                self.told.say(why, |why| {
+            Located::Unsupported(why) => {
+                self.told.warn_once(why, |why| {
                     format!(
                         "process {pid} runs a HotSpot {why}: its stacks end in the first function of Java"
                     )
@@ -76,7 +76,7 @@ impl Hotspots {
         };
         let told = self
             .told
-            .tell(pid, layout, types::bytes_of(&machine.process))?;
+            .register(pid, layout, types::bytes_of(&machine.process))?;
         if told {
             self.names.add(pid, *machine);
         }
@@ -91,24 +91,26 @@ fn locate(pid: u32, files: &mut Files) -> Result<Located<Machine>> {
         |may_hold| may_hold.hotspot,
         |file, mapping, _| {
             let Some((memory, structs)) = structs(pid, mapping, &file)? else {
-                return Ok(Seen::NotYet);
+                return Ok(Inspection::NotRelocated);
             };
-            Ok(Seen::It(match code_heaps::find(&memory, &structs) {
-                Ok(Some(process)) => Located::Found(Box::new(Machine {
-                    memory,
-                    structs,
-                    process,
-                })),
-                Ok(None) => Located::None,
-                Err(why) => Located::Unknown(format!("{why:#}")),
-            }))
+            Ok(Inspection::Holds(
+                match code_heaps::find(&memory, &structs) {
+                    Ok(Some(process)) => Located::Found(Box::new(Machine {
+                        memory,
+                        structs,
+                        process,
+                    })),
+                    Ok(None) => Located::None,
+                    Err(why) => Located::Unsupported(format!("{why:#}")),
+                },
+            ))
         },
     )
 }
 
 /// Reads the layout of the classes of the library in this file. None if the library is not relocated yet.
 fn structs(pid: u32, mapping: &Mapping, file: &MappedFile) -> Result<Option<(Memory, VmStructs)>> {
-    let elf = Elf::read(file.file())?.expect_64_bit()?;
+    let elf = Elf::read(file.file())?.require_64_bit()?;
     let Some(bias) = memory::bias(&elf, mapping) else {
         return Ok(None);
     };

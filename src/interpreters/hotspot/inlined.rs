@@ -9,19 +9,19 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, ensure};
 
-use super::numbers::{MOST_NUMBER_BYTES, Numbers};
+use super::numbers::{MAX_NUMBER_BYTES, Numbers};
 use super::vm_structs::VmStructs;
 use crate::interpreters::memory::Memory;
 
 /// Maximum depth of inlined functions: the compilers stop at some tens.
-const MOST_DEEP: usize = 256;
+const MAX_DEPTH: usize = 256;
 /// Maximum size of the places (`PcDesc`) of one function's debug information, in bytes.
-const MOST_PLACE_BYTES: u64 = 16 << 20;
+const MAX_PC_DESC_BYTES: u64 = 16 << 20;
 /// Maximum number of scopes that are read to find out whether any function is inlined.
-const MOST_SCOPES: usize = 4096;
+const MAX_SCOPES: usize = 4096;
 /// Bytes of a scope that are read: its first three numbers, which are the offset of the next scope, the `Method` and
 /// the bytecode.
-const SCOPE_BYTES: usize = 3 * MOST_NUMBER_BYTES;
+const SCOPE_BYTES: usize = 3 * MAX_NUMBER_BYTES;
 
 /// Java function that contains a call.
 pub(super) struct Scope {
@@ -53,7 +53,7 @@ impl<'a> Scopes<'a> {
     pub(super) fn of(memory: &'a Memory, structs: &VmStructs, blob: u64, own: u64) -> Result<Self> {
         let (range, data, methods) = parts(memory, structs, blob)?;
         let bytes = range.end.checked_sub(range.start);
-        let bytes = bytes.filter(|&bytes| bytes <= MOST_PLACE_BYTES);
+        let bytes = bytes.filter(|&bytes| bytes <= MAX_PC_DESC_BYTES);
         let mut places = vec![0; bytes.context("debug information without an end")? as usize];
         memory.read_exact(&mut places, range.start)?;
         let size = usize::try_from(structs.size("PcDesc")?)?;
@@ -98,7 +98,7 @@ impl<'a> Scopes<'a> {
     /// If the memory cannot be read, or is inconsistent.
     pub(super) fn any(&self) -> Result<bool> {
         let scopes: HashSet<i32> = self.places.iter().map(|&(_, scope)| scope).collect();
-        if scopes.len() > MOST_SCOPES {
+        if scopes.len() > MAX_SCOPES {
             return Ok(true);
         }
         for scope in scopes {
@@ -114,7 +114,7 @@ impl<'a> Scopes<'a> {
     fn chain(&self, scope: i32) -> Result<Vec<Scope>> {
         let (mut chain, mut scope) = (Vec::new(), u64::try_from(scope)?);
         while scope != 0 {
-            ensure!(chain.len() < MOST_DEEP, "a chain without an end");
+            ensure!(chain.len() < MAX_DEPTH, "a chain without an end");
             let bytes: [u8; SCOPE_BYTES] = self.memory.bytes(self.data.wrapping_add(scope))?;
             let (around, rest) = self.numbers.read(&bytes).context("no number")?;
             let (method, rest) = self.numbers.read(rest).context("no number")?;

@@ -10,7 +10,7 @@ use crate::bpf::types::hotspot_process;
 use crate::code::lines::SourceLine;
 use crate::interpreters::memory::Memory;
 use crate::print::text;
-use crate::stacks::table::Place;
+use crate::stacks::table::RawFrame;
 
 /// Names of the blocks of compiled functions, and of the blocks with the code around native functions.
 const COMPILED: [&str; 2] = ["nmethod", "native nmethod"];
@@ -63,7 +63,9 @@ impl Machine {
             return Ok(None);
         };
         if !COMPILED.contains(&&*block.kind) {
-            return Ok((!block.kind.is_empty()).then(|| (text::shown(&block.kind), block.start)));
+            return Ok(
+                (!block.kind.is_empty()).then(|| (text::display_name(&block.kind), block.start))
+            );
         }
         let method = self.method(self.method_of(&block)?)?;
         Ok(Some((method.name()?, block.start)))
@@ -71,9 +73,9 @@ impl Machine {
 
     /// Returns the functions of a frame and their source lines: the inlined functions first, from the innermost on,
     /// and the executed function last. None if the frame is of no Java function.
-    pub(super) fn lines(&self, place: Place) -> Result<Option<Vec<SourceLine>>> {
+    pub(super) fn lines(&self, place: RawFrame) -> Result<Option<Vec<SourceLine>>> {
         const UNKNOWN: &str = "[inlined calls unknown]";
-        if let Place::Java { method, bytecode } = place {
+        if let RawFrame::Java { method, bytecode } = place {
             return Ok(Some(vec![self.method(method)?.line_of(bytecode)?]));
         }
         let instruction = place.instruction().context("no code of Java")?;
@@ -87,7 +89,7 @@ impl Machine {
         let scopes = Scopes::of(&self.memory, &self.structs, block.blob, own)?;
         // The debug information for an address belongs to the call that returns there, not to the instruction at the
         // address.
-        if let Place::Return(address) = place
+        if let RawFrame::Return(address) = place
             && let Some(scopes) = scopes.at_call(address.wrapping_sub(block.start))?
         {
             let line = |scope: Scope| self.method(scope.method)?.line_at(Some(scope.bytecode));

@@ -14,7 +14,7 @@ const WORD: u64 = 8;
 /// Flag of a function that has a line table; `_has_linenumber_table`.
 const HAS_LINES: u16 = 1;
 /// Maximum size of a function's line table, in bytes.
-const MOST_TABLE_BYTES: u64 = 1 << 20;
+const MAX_TABLE_BYTES: u64 = 1 << 20;
 
 /// Java function.
 pub(super) struct Method<'a> {
@@ -77,7 +77,7 @@ impl Method<'_> {
         let signature = self.constant(self.short("_signature_index")?)?;
         let (returned, arguments) = types(&signature).context("no signature")?;
         let name = format!("{returned} {}.{name}({arguments})", class_name(&class));
-        Ok(text::shown(&name))
+        Ok(text::display_name(&name))
     }
 
     /// Returns the function's name and the source line of the bytecode whose address ends in these 16 bits.
@@ -102,7 +102,7 @@ impl Method<'_> {
         let file = index.and_then(|index| self.constant(index));
         Ok(SourceLine {
             function: Some(self.name()?),
-            file: file.ok().map(|file| text::shown(&file)),
+            file: file.ok().map(|file| text::display_name(&file)),
             line: line.unwrap_or(0),
         })
     }
@@ -138,7 +138,7 @@ impl Method<'_> {
         let begins = self.bytecode()?;
         let begins = begins.wrapping_add(self.short("_code_size")?.into());
         let bytes = end.checked_sub(begins);
-        let bytes = bytes.filter(|&bytes| bytes <= MOST_TABLE_BYTES);
+        let bytes = bytes.filter(|&bytes| bytes <= MAX_TABLE_BYTES);
         let mut table = vec![0; bytes.context("a table without an end")? as usize];
         memory.read_exact(&mut table, begins)?;
         Ok(table)

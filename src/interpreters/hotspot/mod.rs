@@ -6,7 +6,7 @@
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | `asked_map` | the perf map that HotSpot writes on request |
+//! | `perf_map_request` | the perf map that HotSpot writes on request |
 //! | `vm_structs` | the layout of HotSpot's classes: offsets, sizes, and addresses of static fields |
 //! | `code_heaps` | the heaps of generated code, and the descriptions of their blocks |
 //! | `hotspots` | the processes whose frames the BPF side walks |
@@ -17,7 +17,6 @@
 //! | `numbers` | the encoding of HotSpot's numbers |
 //! | [`names`] | cache of the names that were read, by process |
 
-mod asked_map;
 mod code_heaps;
 pub(crate) mod hotspots;
 mod inlined;
@@ -26,4 +25,5 @@ mod machine;
 mod methods;
 pub mod names;
 mod numbers;
+mod perf_map_request;
 mod vm_structs;

@@ -6,11 +6,11 @@ use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::asked_map;
 use super::machine::Machine;
+use super::perf_map_request;
 use crate::code::lines::SourceLine;
 use crate::process::proc::Process;
-use crate::stacks::table::Place;
+use crate::stacks::table::RawFrame;
 
 /// Maximum number of virtual machines that are remembered.
 const MACHINES: usize = 256;
@@ -33,22 +33,22 @@ struct Known {
     /// Whether perf maps are requested from the virtual machines.
     ask: bool,
     /// By process: the time from which on a perf map may be requested again. None: no further perf map is requested.
-    ask_again: HashMap<u32, Option<Instant>>,
+    next_request: HashMap<u32, Option<Instant>>,
     /// By process, and an instruction of its generated code. None: the instruction has no name.
-    names: Kept<u64, Option<Function>>,
+    names: BoundedCache<u64, Option<Function>>,
     /// By process, and a place in its code. None: the place is in no Java function.
-    lines: Kept<Place, Option<Vec<SourceLine>>>,
+    lines: BoundedCache<RawFrame, Option<Vec<SourceLine>>>,
 }
 
 /// Cache of values that were read from processes, with bounded memory.
-struct Kept<K, V> {
+struct BoundedCache<K, V> {
     /// Values by process and key, each with the memory that it takes, in bytes.
     values: HashMap<(u32, K), (V, usize)>,
     /// Memory of all values, in bytes.
     bytes: usize,
 }
 
-impl<K, V> Default for Kept<K, V> {
+impl<K, V> Default for BoundedCache<K, V> {
     fn default() -> Self {
         Self {
             values: HashMap::new(),
@@ -57,7 +57,7 @@ impl<K, V> Default for Kept<K, V> {
     }
 }
 
-impl<K: Eq + Hash, V> Kept<K, V> {
+impl<K: Eq + Hash, V> BoundedCache<K, V> {
     /// Returns a value from the cache, or reads the value and adds it; `read` also returns the number of bytes of
     /// text.
     fn find(&mut self, pid: u32, what: K, read: impl FnOnce() -> Option<(V, usize)>) -> Option<V>
@@ -121,11 +121,11 @@ impl JavaNames {
 
     /// Requests a perf map from the virtual machine of a process, if that is wanted, was not just done, and does no
     /// harm. If the request fails, prints the reason once. Returns whether a perf map was written now.
-    pub fn ask_for_map(&self, pid: u32) -> bool {
+    pub fn request_perf_map(&self, pid: u32) -> bool {
         let machine = {
             let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             let machine = known.machines.get(&pid).filter(|_| known.ask);
-            let may_be_asked = match known.ask_again.get(&pid) {
+            let may_be_asked = match known.next_request.get(&pid) {
                 Some(Some(from)) => Instant::now() >= *from,
                 Some(None) => false,
                 None => true,
@@ -137,9 +137,12 @@ impl JavaNames {
         };
         let begun = Instant::now();
         // If the process has exited, no message is printed.
-        let asked = Process::open(pid)
-            .ok()
-            .map(|process| (asked_map::ask(&process, &machine), process.exited()));
+        let asked = Process::open(pid).ok().map(|process| {
+            (
+                perf_map_request::request(&process, &machine),
+                process.exited(),
+            )
+        });
         if let Some((Err(why), false)) = &asked {
             eprintln!(
                 "process {pid} is not asked for names of Java: {why:#}; they are read from its memory"
@@ -148,7 +151,7 @@ impl JavaNames {
         let written = matches!(asked, Some((Ok(()), _)));
         let again = written.then(|| Instant::now() + (begun.elapsed() * ASK_SHARE).max(ASK_AFTER));
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        known.ask_again.insert(pid, again);
+        known.next_request.insert(pid, again);
         written
     }
 
@@ -157,10 +160,10 @@ impl JavaNames {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if known.machines.len() >= MACHINES {
             known.machines.clear();
-            known.ask_again.clear();
+            known.next_request.clear();
         }
         known.machines.insert(pid, Arc::new(machine));
-        known.ask_again.remove(&pid);
+        known.next_request.remove(&pid);
         known.names.forget(pid);
         known.lines.forget(pid);
     }
@@ -181,7 +184,7 @@ impl JavaNames {
 
     /// Returns the Java functions of a frame and their source lines, escaped: the inlined functions first, from the
     /// innermost on, and the executed function last. None if the frame is of no Java function, or cannot be read.
-    pub fn lines(&self, pid: u32, place: Place) -> Option<Vec<SourceLine>> {
+    pub fn lines(&self, pid: u32, place: RawFrame) -> Option<Vec<SourceLine>> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let known = &mut *known;
         let lines = known.lines.find(pid, place, || {
@@ -205,7 +208,7 @@ mod tests {
 
     #[test]
     fn names_are_bounded() {
-        let mut names: Kept<u64, Option<Function>> = Kept::default();
+        let mut names: BoundedCache<u64, Option<Function>> = BoundedCache::default();
         let long = "n".repeat(1 << 20);
         for at in 0..200 {
             let name = Some((long.clone(), 0));

@@ -7,7 +7,7 @@ use super::vm_structs::VmStructs;
 use crate::interpreters::memory::Memory;
 
 /// Maximum size of an encoded number, in bytes.
-pub(super) const MOST_NUMBER_BYTES: usize = 5;
+pub(super) const MAX_NUMBER_BYTES: usize = 5;
 /// First JDK version that encodes numbers without zero bytes.
 const WITHOUT_ZEROS: u32 = 20;
 
@@ -37,10 +37,10 @@ impl Numbers {
         const BITS: u32 = 6;
         const FIRST_HIGH: u8 = 192;
         let mut number = 0u32;
-        for (at, &byte) in bytes.iter().take(MOST_NUMBER_BYTES).enumerate() {
+        for (at, &byte) in bytes.iter().take(MAX_NUMBER_BYTES).enumerate() {
             let digit = u32::from(byte.checked_sub(self.excluded)?);
             number = number.wrapping_add(digit << (BITS * at as u32));
-            if byte < FIRST_HIGH || at + 1 == MOST_NUMBER_BYTES {
+            if byte < FIRST_HIGH || at + 1 == MAX_NUMBER_BYTES {
                 return Some((number, &bytes[at + 1..]));
             }
         }

@@ -8,7 +8,7 @@ use crate::code::elf_file::Elf;
 use crate::interpreters::memory::Memory;
 
 /// Maximum number of entries that are read of each table: JDK 17 has 2,200.
-const MOST_ENTRIES: u64 = 16_384;
+const MAX_ENTRIES: u64 = 16_384;
 /// Maximum size of an entry, in bytes.
 const ENTRY_BYTES: u64 = 128;
 /// Maximum length of a name that is read, in bytes.
@@ -143,12 +143,12 @@ fn each(table: u64, stride: u64, mut add: impl FnMut(u64) -> Result<bool>) -> Re
         (1..=ENTRY_BYTES).contains(&stride),
         "entries of {stride} bytes"
     );
-    for number in 0..MOST_ENTRIES {
+    for number in 0..MAX_ENTRIES {
         if !add(table.wrapping_add(number * stride))? {
             return Ok(());
         }
     }
-    anyhow::bail!("more than {MOST_ENTRIES} entries")
+    anyhow::bail!("more than {MAX_ENTRIES} entries")
 }
 
 /// Cache of names in the memory of a process. Many entries refer to the same name.
@@ -192,7 +192,7 @@ mod tests {
             Ok(true)
         });
         assert!(all.is_err());
-        assert_eq!(entries, MOST_ENTRIES);
+        assert_eq!(entries, MAX_ENTRIES);
         assert!(each(0x1000, 0, |_| Ok(false)).is_err());
         assert!(each(u64::MAX, ENTRY_BYTES, |_| Ok(false)).is_ok());
     }

@@ -103,7 +103,7 @@ impl Characters {
             }
         }
         text += &text::escape(&valid);
-        text::shown(&text)
+        text::display_name(&text)
     }
 }
 

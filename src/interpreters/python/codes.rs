@@ -28,7 +28,7 @@ use crate::interpreters::python::code::{Characters, Code};
 use crate::print::text;
 
 /// Maximum memory for code objects, in bytes. A large program has 50,000, which take 20 MB.
-const MOST: usize = 64 << 20;
+const MAX_BYTES: usize = 64 << 20;
 /// Maximum number of bytes that are read of a text: as many characters as are shown, of 4 bytes each.
 const MAX_TEXT: usize = 4 * text::MAX_NAME;
 /// Maximum number of bytes that are read of a line table. The longest one in the standard library has 37 KB.
@@ -41,16 +41,16 @@ const CODE_BITS: u64 = !((1 << super::lines::Instruction::BITS) - 1);
 
 /// Result of looking up a word.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Known {
+pub enum CodeLookup {
     /// The code object.
     Code(Arc<Code>),
     /// Two different code objects have the same word: a frame with this word may belong to either.
     Ambiguous,
     /// No code object was sent for this word, or its record was dropped.
-    Nothing,
+    Unknown,
 }
 
-impl Known {
+impl CodeLookup {
     /// Adds another record with the same word.
     fn merge(&mut self, code: Code) {
         match self {
@@ -67,7 +67,7 @@ impl Known {
     fn size(&self) -> usize {
         let code = match self {
             Self::Code(code) => code.size(),
-            Self::Ambiguous | Self::Nothing => 0,
+            Self::Ambiguous | Self::Unknown => 0,
         };
         size_of::<(u64, Self)>() + code
     }
@@ -76,7 +76,7 @@ impl Known {
 /// Table of code objects, with bounded memory.
 #[derive(Debug, Default)]
 struct Table {
-    by_word: HashMap<u64, Known>,
+    by_word: HashMap<u64, CodeLookup>,
     /// Size of all entries.
     bytes: usize,
     /// Number of code objects that were dropped because the table was full.
@@ -86,9 +86,9 @@ struct Table {
 impl Table {
     fn add(&mut self, word: u64, code: Code) {
         match self.by_word.entry(word & CODE_BITS) {
-            Entry::Vacant(_) if self.bytes >= MOST => self.dropped += 1,
+            Entry::Vacant(_) if self.bytes >= MAX_BYTES => self.dropped += 1,
             Entry::Vacant(entry) => {
-                let known = entry.insert(Known::Code(Arc::new(code)));
+                let known = entry.insert(CodeLookup::Code(Arc::new(code)));
                 self.bytes += known.size();
             }
             Entry::Occupied(mut entry) => {
@@ -100,9 +100,9 @@ impl Table {
         }
     }
 
-    fn get(&self, word: u64) -> Known {
+    fn get(&self, word: u64) -> CodeLookup {
         let known = self.by_word.get(&(word & CODE_BITS));
-        known.cloned().unwrap_or(Known::Nothing)
+        known.cloned().unwrap_or(CodeLookup::Unknown)
     }
 }
 
@@ -239,18 +239,18 @@ impl Codes {
 
     /// Looks up the code object of a word in a stack. If the word is unknown, the lookup first waits until all
     /// records that were sent before are read.
-    pub fn get(&self, word: u64) -> Known {
+    pub fn get(&self, word: u64) -> CodeLookup {
         let known = lock(&self.0.table).get(word);
-        if known != Known::Nothing {
+        if known != CodeLookup::Unknown {
             return known;
         }
         let mut reader = lock(&self.0.reader);
         if reader.in_vain.contains(&(word & CODE_BITS)) {
-            return Known::Nothing;
+            return CodeLookup::Unknown;
         }
         reader.wait();
         let known = lock(&self.0.table).get(word);
-        if known == Known::Nothing {
+        if known == CodeLookup::Unknown {
             reader.in_vain.insert(word & CODE_BITS);
         }
         known
@@ -421,7 +421,7 @@ mod tests {
         table.add(header().word, one());
         table.add(header().word, one());
         let word = header().word | 77;
-        assert_eq!(table.get(word), Known::Code(Arc::new(one())));
+        assert_eq!(table.get(word), CodeLookup::Code(Arc::new(one())));
         table.add(
             header().word,
             Code {
@@ -429,10 +429,10 @@ mod tests {
                 ..one()
             },
         );
-        assert_eq!(table.get(word), Known::Ambiguous);
+        assert_eq!(table.get(word), CodeLookup::Ambiguous);
         table.add(header().word, one());
-        assert_eq!(table.get(word), Known::Ambiguous);
-        assert_eq!(table.get(1 << 63 | 6 << 20), Known::Nothing);
+        assert_eq!(table.get(word), CodeLookup::Ambiguous);
+        assert_eq!(table.get(1 << 63 | 6 << 20), CodeLookup::Unknown);
     }
 
     #[test]
@@ -445,7 +445,10 @@ mod tests {
         table.add(header().word, of(&[]));
         table.add(header().word, of(&[1]));
         table.add(header().word, of(&[]));
-        assert_eq!(table.get(header().word), Known::Code(Arc::new(of(&[1]))));
+        assert_eq!(
+            table.get(header().word),
+            CodeLookup::Code(Arc::new(of(&[1])))
+        );
     }
 
     #[test]
@@ -463,12 +466,12 @@ mod tests {
             first_line: 7,
             ..bare.clone()
         };
-        let entries = |table: &Table| table.by_word.values().map(Known::size).sum::<usize>();
+        let entries = |table: &Table| table.by_word.values().map(CodeLookup::size).sum::<usize>();
         for code in [bare, whole, other.clone(), other] {
             table.add(header().word, code);
             assert_eq!(table.bytes, entries(&table), "{table:?}");
         }
-        assert_eq!(table.get(header().word), Known::Ambiguous);
+        assert_eq!(table.get(header().word), CodeLookup::Ambiguous);
         assert!(table.bytes < 100, "{table:?}");
     }
 

@@ -23,7 +23,7 @@ use crate::process::mapped_file::MappedFile;
 pub(super) struct Programs(pub(super) [OwnedFd; 2]);
 
 /// Probes on one file, which stay attached until the value is dropped.
-pub(super) enum Deaths {
+pub(super) enum DeallocProbes {
     /// A link, on Linux 6.6 and later. A link needs no CAP_SYS_ADMIN, and skips no run of the program.
     Link(#[expect(dead_code, reason = "held")] OwnedFd),
     /// Perf events, one for each of the two programs.
@@ -45,14 +45,18 @@ impl Programs {
     }
 
     /// Attaches the programs to the instruction at this offset of a file.
-    pub(super) fn attach(&self, file: &MappedFile, offset: u64) -> Result<Result<Deaths, Refused>> {
+    pub(super) fn attach(
+        &self,
+        file: &MappedFile,
+        offset: u64,
+    ) -> Result<Result<DeallocProbes, Refused>> {
         let Self([first, second]) = self;
         if let Ok(link) = link(first, file, offset) {
-            return Ok(Ok(Deaths::Link(link)));
+            return Ok(Ok(DeallocProbes::Link(link)));
         }
         let events = [first, second].map(|program| event(program, file, offset));
         match events {
-            [Ok(first), Ok(second)] => Ok(Ok(Deaths::Events([first, second]))),
+            [Ok(first), Ok(second)] => Ok(Ok(DeallocProbes::Events([first, second]))),
             [Err(error), _] | [_, Err(error)] if is_refused(&error) => Ok(Err(Refused)),
             [Err(error), _] | [_, Err(error)] => Err(error),
         }

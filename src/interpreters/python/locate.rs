@@ -11,9 +11,9 @@ use super::offsets::{self, Offsets};
 use crate::bpf::types::python_process;
 use crate::code::elf;
 use crate::code::elf_file::Elf;
-use crate::code::probe_place::{self, Wish};
+use crate::code::probe_place::{self, Preference};
 use crate::interpreters::memory::{self, Memory};
-use crate::interpreters::search::{Files, Located, Seen};
+use crate::interpreters::search::{Files, Inspection, Located};
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::Mapping;
 use crate::stacks::unwind::rules::Rules;
@@ -57,7 +57,7 @@ impl Python {
     /// If the file cannot be read.
     pub(super) fn deaths(&self) -> Result<Option<u64>> {
         let (file, address) = (self.file.file(), self.dealloc);
-        let elf = Elf::read(file)?.expect_64_bit()?;
+        let elf = Elf::read(file)?.require_64_bit()?;
         let Some(file_offset) = elf.file_offset(address) else {
             return Ok(None);
         };
@@ -69,7 +69,7 @@ impl Python {
             file_offset,
             size: 0,
         };
-        let places = probe_place::places(file, &[(&function, vec![1])], Wish::Entry)?;
+        let places = probe_place::places(file, &[(&function, vec![1])], Preference::Entry)?;
         let place = places.first().copied().flatten();
         Ok(place.map(|place| file_offset + place.offset))
     }
@@ -84,8 +84,8 @@ pub(super) fn locate(pid: u32, files: &mut Files) -> Result<Located<Python>> {
         pid,
         |may_hold| may_hold.python,
         |file, mapping, mappings| match Interpreter::open(pid, mapping, &file)? {
-            Some(interpreter) => Ok(Seen::It(interpreter.describe(file, mappings)?)),
-            None => Ok(Seen::No),
+            Some(interpreter) => Ok(Inspection::Holds(interpreter.describe(file, mappings)?)),
+            None => Ok(Inspection::OnlyUses),
         },
     )
 }
@@ -105,7 +105,7 @@ struct Interpreter {
 impl Interpreter {
     /// Opens the interpreter in this file. None if the file holds no interpreter.
     fn open(pid: u32, mapping: &Mapping, file: &MappedFile) -> Result<Option<Self>> {
-        let elf = Elf::read(file.file())?.expect_64_bit()?;
+        let elf = Elf::read(file.file())?.require_64_bit()?;
         let names = [
             "_PyRuntime",
             "PyCode_Type",
@@ -130,7 +130,7 @@ impl Interpreter {
     }
 
     fn describe(&self, file: MappedFile, mappings: &[Mapping]) -> Result<Located<Python>> {
-        let unknown = |why: String| Ok(Located::Unknown(why));
+        let unknown = |why: String| Ok(Located::Unsupported(why));
         let Some(minor) = self.minor(&file) else {
             return unknown("of an unknown version".to_owned());
         };

@@ -28,10 +28,10 @@ use std::io::Read;
 /// Returns whether all objects of a process come from malloc, including objects of 512 bytes or less, because the
 /// environment variable `PYTHONMALLOC` asks for malloc.
 fn allocates_by_malloc(pid: u32) -> bool {
-    const MOST_BYTES: u64 = 4 << 20;
+    const MAX_ENVIRON: u64 = 4 << 20;
     let mut environment = Vec::new();
     let read = File::open(format!("/proc/{pid}/environ"))
-        .and_then(|file| file.take(MOST_BYTES).read_to_end(&mut environment));
+        .and_then(|file| file.take(MAX_ENVIRON).read_to_end(&mut environment));
     read.is_ok() && asks_for_malloc(&environment)
 }
 

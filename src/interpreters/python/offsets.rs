@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn what_is_read_of_each_version_lies_in_what_is_read_at_once() {
-        // PYTHON_STATE_BYTES and PYTHON_NEAR_BYTES of the BPF side.
+        // PYTHON_STATE_BYTES and PYTHON_ENTRY_FRAME_BYTES of the BPF side.
         const STATE: u16 = 192;
         const FRAME: u16 = 80;
         for minor in 10..=15 {

@@ -5,12 +5,12 @@ use std::collections::HashMap;
 use anyhow::Result;
 use libbpf_rs::{MapHandle, ProgramMut};
 
-use super::deaths::{Deaths, Programs, Refused};
+use super::deaths::{DeallocProbes, Programs, Refused};
 use super::locate::{self, Python};
 use crate::bpf::attach;
 use crate::bpf::types;
+use crate::interpreters::registry::Registry;
 use crate::interpreters::search::{Files, Located};
-use crate::interpreters::told::Told;
 
 /// Maximum number of files with an interpreter that are probed.
 const FILES: usize = 64;
@@ -20,10 +20,10 @@ const REFUSED: &str = "the kernel wants CAP_SYS_ADMIN for uprobes, which is give
 
 /// Finder of CPython, which keeps the BPF side up to date.
 pub(crate) struct Pythons {
-    told: Told,
+    told: Registry,
     programs: Programs,
     /// Probes on the functions that free code objects, by device and inode of the file.
-    probes: HashMap<(u64, u64), Deaths>,
+    probes: HashMap<(u64, u64), DeallocProbes>,
     /// Note to print for the first process that is found, if its small objects come from pymalloc.
     note: Option<&'static str>,
 }
@@ -36,7 +36,7 @@ impl Pythons {
         note: Option<&'static str>,
     ) -> Result<Self> {
         Ok(Self {
-            told: Told::new(processes),
+            told: Registry::new(processes),
             programs: Programs::new(programs)?,
             probes: HashMap::new(),
             note,
@@ -50,14 +50,14 @@ impl Pythons {
             Ok(Outcome::Found) => true,
             Ok(Outcome::None) => false,
             Ok(Outcome::Unknown(why)) => {
-                self.told.say(why, |why| {
+                self.told.warn_once(why, |why| {
                     format!("process {pid} runs a Python {why}: its stacks have native frames only")
                 });
                 false
             }
             Err(error) => {
                 // Most likely the process has exited. Otherwise its stacks have native frames only.
-                attach::verbose(format_args!("no Python frames of process {pid}: {error:#}"));
+                attach::log_verbose(format_args!("no Python frames of process {pid}: {error:#}"));
                 false
             }
         }
@@ -66,7 +66,7 @@ impl Pythons {
     /// Looks for the Python of a process that is stopped because it has mapped code, unless the Python is already
     /// known.
     pub(crate) fn look_at_stopped(&mut self, pid: u32, files: &mut Files) {
-        if !self.told.knows(pid) {
+        if !self.told.contains(pid) {
             // An interpreter that is not initialized yet may look unsupported, so no message is printed. The BPF side
             // asks again.
             let _ = self.try_to(pid, None, files);
@@ -80,7 +80,7 @@ impl Pythons {
         let python = match locate::locate(pid, files)? {
             Located::Found(python) => python,
             Located::None => return Ok(Outcome::None),
-            Located::Unknown(why) => return Ok(Outcome::Unknown(why)),
+            Located::Unsupported(why) => return Ok(Outcome::Unknown(why)),
         };
         if let Some(why) = self.probe(&python)? {
             return Ok(Outcome::Unknown(format!(
@@ -88,7 +88,7 @@ impl Pythons {
             )));
         }
         let process = types::bytes_of(&python.process);
-        if !self.told.tell(pid, layout, process)? {
+        if !self.told.register(pid, layout, process)? {
             return Ok(Outcome::None);
         }
         if let Some(note) = self.note
@@ -148,9 +148,9 @@ mod tests {
             return;
         };
         let any = || OwnedFd::from(File::open("/dev/null").expect("a device"));
-        let others = (0..FILES as u64).map(|inode| ((0, inode), Deaths::Link(any())));
+        let others = (0..FILES as u64).map(|inode| ((0, inode), DeallocProbes::Link(any())));
         let mut pythons = Pythons {
-            told: Told::new(processes),
+            told: Registry::new(processes),
             programs: Programs([any(), any()]),
             probes: others.collect(),
             note: None,

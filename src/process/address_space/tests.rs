@@ -30,7 +30,7 @@ const PID: u32 = i32::MAX as u32 - 1;
 
 #[test]
 fn a_stack_finds_the_image_that_it_is_of() {
-    let mut spaces = AddressSpaces::of(Wanted::All);
+    let mut spaces = AddressSpaces::of(TrackedProcesses::All);
     spaces.apply(mapped(PID, 0x1000, "/bin/sh"));
     spaces.apply(mapped(PID, 0x5000, "/lib/libc"));
     spaces.apply(Change::Forked(PID, PID + 1));
@@ -49,7 +49,7 @@ fn a_stack_finds_the_image_that_it_is_of() {
 
 #[test]
 fn code_that_is_mapped_for_ever_takes_bounded_memory() {
-    let mut spaces = AddressSpaces::of(Wanted::All);
+    let mut spaces = AddressSpaces::of(TrackedProcesses::All);
     for _ in 0..3 * MAX_MAPPINGS {
         spaces.apply(mapped(PID, 0x1000, "/bin/jit"));
     }
@@ -74,7 +74,7 @@ fn code_that_is_mapped_for_ever_takes_bounded_memory() {
 
 #[test]
 fn a_number_is_given_to_another_process() {
-    let mut spaces = AddressSpaces::of(Wanted::All);
+    let mut spaces = AddressSpaces::of(TrackedProcesses::All);
     spaces.apply(mapped(PID, 0x1000, "/bin/old"));
     spaces.apply(Change::Exited(PID));
     spaces.apply(Change::Forked(PID + 1, PID));
@@ -86,7 +86,7 @@ fn a_number_is_given_to_another_process() {
 
 #[test]
 fn the_processes_that_exited_first_are_forgotten_first() {
-    let mut spaces = AddressSpaces::of(Wanted::All);
+    let mut spaces = AddressSpaces::of(TrackedProcesses::All);
     let others = MAX_EXITED as u32;
     for pid in PID - others..=PID {
         spaces.apply(mapped(pid, 0x1000, "/bin/sh"));
@@ -99,7 +99,7 @@ fn the_processes_that_exited_first_are_forgotten_first() {
 
 #[test]
 fn who_has_exited_can_be_forgotten_without_loss() {
-    let mut spaces = AddressSpaces::of(Wanted::All);
+    let mut spaces = AddressSpaces::of(TrackedProcesses::All);
     spaces.apply(mapped(PID, 0x1000, "/bin/old"));
     spaces.apply(mapped(PID + 1, 0x1000, "/bin/sh"));
     spaces.apply(Change::Exited(PID));
@@ -113,7 +113,7 @@ fn who_has_exited_can_be_forgotten_without_loss() {
 
 #[test]
 fn only_what_is_chosen_is_remembered() {
-    let mut spaces = AddressSpaces::of(Wanted::Chosen);
+    let mut spaces = AddressSpaces::of(TrackedProcesses::Chosen);
     spaces.choose(PID);
     spaces.apply(mapped(PID, 0x1000, "/bin/sh"));
     spaces.apply(mapped(PID + 1, 0x1000, "/bin/sh"));
@@ -123,7 +123,7 @@ fn only_what_is_chosen_is_remembered() {
 
 #[test]
 fn descendants_are_remembered_and_who_has_their_numbers_later_is_not() {
-    let mut spaces = AddressSpaces::of(Wanted::Descendants);
+    let mut spaces = AddressSpaces::of(TrackedProcesses::Descendants);
     let (child, grandchild, other) = (PID - 1, PID - 2, PID - 3);
     spaces.choose(PID);
     spaces.apply(mapped(PID, 0x1000, "/bin/make"));

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::export::files::ExportArgs;
 use crate::print::output::Format;
 use crate::run::cli;
-use crate::run::skeleton::StackRoom;
+use crate::run::skeleton::StackCapacity;
 use crate::stacks::table::{self, MAX_DEPTH};
 use crate::stacks::unwind::UnwindArgs;
 
@@ -91,11 +91,11 @@ impl StackCountArgs {
     }
 
     /// Returns the initial capacity of the table of stacks.
-    pub fn room(&self) -> StackRoom {
+    pub fn stack_capacity(&self) -> StackCapacity {
         let first_entries = self
             .stack_storage_size
             .map_or_else(table::first_entries, |stacks| stacks.min(MAX_IN_KERNEL));
-        StackRoom {
+        StackCapacity {
             first_entries: Some(first_entries),
             depth: self.perf_max_stack_depth,
         }

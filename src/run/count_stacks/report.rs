@@ -10,13 +10,13 @@ use libbpf_rs::MapCore;
 use serde::Serialize;
 
 use super::{StackCounts, StackReport, Weight};
-use crate::export::files::Subject;
+use crate::export::files::ProfileInfo;
 use crate::export::profile::Sample;
 use crate::print::clock;
 use crate::print::output::{Format, Output, Row};
 use crate::print::progress::Progress;
 use crate::print::text;
-use crate::process::container::Home;
+use crate::process::container::CgroupInfo;
 use crate::run::losses::Losses;
 use crate::run::stack_sums::{Count, Key, largest};
 use crate::stacks::named::NamedStack;
@@ -82,7 +82,7 @@ impl<M: MapCore> StackCounts<'_, M> {
 
     /// Writes all stacks into the files that are asked for.
     fn export(&mut self, report: &StackReport<'_>, counts: &HashMap<Key, Count>) -> Result<()> {
-        if !self.exports.any() {
+        if !self.exports.is_enabled() {
             return Ok(());
         }
         let (events, bytes) = report.values;
@@ -95,10 +95,10 @@ impl<M: MapCore> StackCounts<'_, M> {
             let stack = self.named(key)?;
             samples.push(Sample { stack, values });
         }
-        let subject = Subject {
+        let subject = ProfileInfo {
             name: report.subject.to_owned(),
             values: iter::once(events).chain(bytes).collect(),
-            main: match report.weight {
+            main_value: match report.weight {
                 Weight::Events => 0,
                 Weight::Bytes => 1,
             },
@@ -113,7 +113,7 @@ impl<M: MapCore> StackCounts<'_, M> {
     /// Returns the events since the last report that were not counted, as a map was full.
     fn uncounted(&mut self) -> Result<u64> {
         let lost = Losses::counted(self.object)?.entries;
-        let told = mem::replace(&mut self.told, lost);
+        let told = mem::replace(&mut self.reported_lost, lost);
         Ok(lost - told)
     }
 
@@ -141,7 +141,7 @@ impl<M: MapCore> StackCounts<'_, M> {
             output.row(&Entry {
                 pid: key.pid,
                 comm: &key.comm,
-                home: self.homes.of(count.cgroup),
+                cgroup_info: self.cgroup_resolver.of(count.cgroup),
                 count: count.events,
                 bytes: weight.bytes(count.bytes),
                 stack,
@@ -164,10 +164,10 @@ impl Whole {
             return Ok(());
         }
         let sum = match report.weight {
-            Weight::Events => format!("{} {}", text::grouped(self.sum), report.values.0.counted),
+            Weight::Events => format!("{} {}", text::grouped(self.sum), report.values.0.count_name),
             Weight::Bytes => text::bytes(self.sum),
         };
-        let stacks = text::counted(self.stacks as u64, "stack");
+        let stacks = text::count_with_noun(self.stacks as u64, "stack");
         writeln!(out, "total {sum} in {stacks}, shown {shown}")
     }
 }
@@ -194,7 +194,7 @@ struct Entry<'a> {
     pid: u32,
     comm: &'a str,
     #[serde(flatten)]
-    home: Home,
+    cgroup_info: CgroupInfo,
     count: u64,
     /// The bytes, if these are what the report sums up.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -4,7 +4,7 @@ use crate::bpf::types;
 
 /// Place of a frame: where its code is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Place {
+pub enum RawFrame {
     /// The address that the frame returns to: the call lies before it.
     Return(u64),
     /// The instruction at which the frame was interrupted.
@@ -25,7 +25,7 @@ pub enum Place {
     },
 }
 
-impl Place {
+impl RawFrame {
     /// Decodes a word of a user stack.
     pub(super) fn of_user(word: u64, interrupted: bool) -> Self {
         /// `PYTHON_WORD` in C. No user-space address has this bit set.
@@ -86,16 +86,16 @@ mod tests {
     fn a_word_of_java_has_the_method_and_where_it_calls() {
         const INTERPRETED: u64 = 1 << 62;
         let word = INTERPRETED | 1 << 61 | 0xfffe << 44 | 0x7fa2_0000_1238 >> 3;
-        let expected = Place::Java {
+        let expected = RawFrame::Java {
             method: 0x7fa2_0000_1238,
             bytecode: Some(0xfffe),
         };
-        assert_eq!(Place::of_user(word, false), expected);
+        assert_eq!(RawFrame::of_user(word, false), expected);
         assert_eq!((expected.address(), expected.instruction()), (None, None));
-        let without = Place::Java {
+        let without = RawFrame::Java {
             method: 0x1238,
             bytecode: None,
         };
-        assert_eq!(Place::of_user(INTERPRETED | 0x1238 >> 3, false), without);
+        assert_eq!(RawFrame::of_user(INTERPRETED | 0x1238 >> 3, false), without);
     }
 }

@@ -13,31 +13,34 @@ fn an_entry_is_read_as_it_was_written() {
     entry.interrupted = [0b101, 0];
     entry.pc[..4].copy_from_slice(&[10, 20, 30, 40]);
     let stack = Stack::read(&entry, None);
-    assert_eq!((stack.side, stack.end), (Side::User, End::Depth));
+    assert_eq!((stack.side, stack.end), (Side::User, WalkEnd::Depth));
     assert_eq!(
-        stack.places,
+        stack.frames,
         [
-            Place::Interrupted(10),
-            Place::Return(20),
-            Place::Interrupted(30)
+            RawFrame::Interrupted(10),
+            RawFrame::Return(20),
+            RawFrame::Interrupted(30)
         ]
     );
-    assert_eq!(stack.places[1].instruction(), Some(19));
-    assert_eq!(stack.places[2].instruction(), Some(30));
+    assert_eq!(stack.frames[1].instruction(), Some(19));
+    assert_eq!(stack.frames[2].instruction(), Some(30));
 
     const PYTHON: u64 = 1 << 63;
     entry.pc[..3].copy_from_slice(&[10, PYTHON | 7 << 20 | 2, PYTHON]);
     let stack = Stack::read(&entry, None);
-    let python = [Place::Python(PYTHON | 7 << 20 | 2), Place::PythonUnpaired];
-    assert_eq!(stack.places[1..], python);
-    assert_eq!(stack.places[1].instruction(), None);
+    let python = [
+        RawFrame::Python(PYTHON | 7 << 20 | 2),
+        RawFrame::PythonUnpaired,
+    ];
+    assert_eq!(stack.frames[1..], python);
+    assert_eq!(stack.frames[1].instruction(), None);
 
     entry.flags = KERNEL;
     entry.end = types::stack_end::STACK_END_ROOT.0 as u8;
     let stack = Stack::read(&entry, None);
-    assert_eq!((stack.side, stack.end), (Side::Kernel, End::Root));
+    assert_eq!((stack.side, stack.end), (Side::Kernel, WalkEnd::Root));
     // All addresses of the kernel have the bit `PYTHON` set.
-    assert_eq!(stack.places[2], Place::Interrupted(PYTHON));
+    assert_eq!(stack.frames[2], RawFrame::Interrupted(PYTHON));
 }
 
 #[test]
@@ -57,20 +60,20 @@ fn a_deep_stack_has_two_entries() {
     rest.pc[..3].copy_from_slice(&[20, 30, 40]);
     rest.interrupted[0] = 0b10;
     let stack = Stack::read(&entry, Some(&rest));
-    assert_eq!((stack.places.len(), stack.end), (131, End::Root));
+    assert_eq!((stack.frames.len(), stack.end), (131, WalkEnd::Root));
     let behind = [
-        Place::Interrupted(10),
-        Place::Return(20),
-        Place::Interrupted(30),
-        Place::Return(40),
+        RawFrame::Interrupted(10),
+        RawFrame::Return(20),
+        RawFrame::Interrupted(30),
+        RawFrame::Return(40),
     ];
-    assert_eq!(stack.places[127..], behind);
+    assert_eq!(stack.frames[127..], behind);
 
     // A wrong depth is not believed. Without the other entry the stack is cut.
     entry.depth = u32::MAX;
     rest.depth = u32::MAX;
     let stack = Stack::read(&entry, Some(&rest));
-    assert_eq!(stack.places.len(), MAX_DEPTH as usize + 1);
+    assert_eq!(stack.frames.len(), MAX_DEPTH as usize + 1);
     let stack = Stack::read(&entry, None);
-    assert_eq!((stack.places.len(), stack.end), (128, End::Depth));
+    assert_eq!((stack.frames.len(), stack.end), (128, WalkEnd::Depth));
 }

@@ -64,7 +64,7 @@ impl Held {
         let keep = [maps.held.as_fd(), maps.stopped.as_fd()];
         let [held, stopped] = keep;
         // SAFETY: `let_go` makes system calls only.
-        let guard = unsafe { Guard::start(&keep, || let_go(held, stopped)) };
+        let guard = unsafe { Guard::start(&keep, || release_all(held, stopped)) };
         let guard =
             guard.context("failed to start what lets the command go on if we are killed")?;
         for (key, value) in [
@@ -95,7 +95,7 @@ impl Held {
 
     /// Detaches the programs at mmap(2), as the command has started. When it calls exec, another program starts, which
     /// is stopped again.
-    pub(super) fn has_started(&mut self) {
+    pub(super) fn detach_mmap(&mut self) {
         self.went_on = None;
         self.stops.mmap.iter_mut().for_each(RawTracepoint::detach);
     }
@@ -105,7 +105,7 @@ impl Held {
     ///
     /// # Errors
     /// If the programs that stop the process again cannot be attached. The process is resumed all the same.
-    pub(super) fn go_on(&mut self, pid: u32, file: u64) -> Result<()> {
+    pub(super) fn resume_process(&mut self, pid: u32, file: u64) -> Result<()> {
         let mut stops = self.stops.mmap.iter_mut();
         let stopped_again = stops.try_for_each(RawTracepoint::attach);
         self.went_on = Some((Instant::now(), time_without_cpu(self.pid)));
@@ -140,7 +140,7 @@ fn time_without_cpu(pid: u32) -> Duration {
 
 /// Stops holding the command, and resumes the processes that BPF programs have stopped. Processes that have stopped
 /// themselves are left alone. Makes system calls only.
-fn let_go(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
+fn release_all(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
     // SAFETY: keys and values are of the sizes that the map has, and outlive the call.
     unsafe {
         libbpf_sys::bpf_map_update_elem(

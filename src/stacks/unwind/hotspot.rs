@@ -5,15 +5,15 @@ use std::fs;
 
 use memchr::memmem;
 
-use super::Whose;
+use super::UnwindTarget;
 
 const OPTION: &[u8] = b"PreserveFramePointer";
 
 /// Whether all these processes were started with the option. False if none are named, since any of them may lack it.
-pub(super) fn keep_frame_pointers(whose: &Whose) -> bool {
+pub(super) fn keep_frame_pointers(whose: &UnwindTarget) -> bool {
     match whose {
-        Whose::Processes(pids) => !pids.is_empty() && pids.iter().all(|&pid| keeps(pid, "")),
-        Whose::Command { pid, line, .. } => keeps(*pid, line),
+        UnwindTarget::Processes(pids) => !pids.is_empty() && pids.iter().all(|&pid| keeps(pid, "")),
+        UnwindTarget::Command { pid, line, .. } => keeps(*pid, line),
     }
 }
 

@@ -29,7 +29,7 @@ use anyhow::{Context, Result};
 use libbpf_rs::{MapHandle, MapMut, OpenMapMut, ProgramMut};
 
 use self::held::{Held, HeldMaps, Stops};
-pub use self::options::{Given, Mode, UnwindArgs};
+pub use self::options::{Mode, UncheckedUnwindArgs, UnwindArgs};
 use self::publish::Publisher;
 use self::store::Store;
 pub use self::summary::Summary;
@@ -53,7 +53,7 @@ const START_WITHIN: Duration = Duration::from_secs(2);
 
 /// Processes whose tables are made before tracing begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Whose {
+pub enum UnwindTarget {
     /// Running processes.
     Processes(Vec<u32>),
     /// A command that is held before exec.
@@ -68,32 +68,32 @@ pub enum Whose {
     },
 }
 
-impl From<&[u32]> for Whose {
+impl From<&[u32]> for UnwindTarget {
     fn from(pids: &[u32]) -> Self {
         Self::Processes(pids.to_vec())
     }
 }
 
-impl Whose {
+impl UnwindTarget {
     /// Whether no process has tables made before a BPF program requests them.
-    fn is_nobody(&self) -> bool {
+    fn is_empty(&self) -> bool {
         matches!(self, Self::Processes(pids) if pids.is_empty())
     }
 
     /// Makes the tables that are wanted before tracing begins.
-    fn begin(&self, store: Store) -> Result<Begun> {
+    fn build_tables(&self, store: Store) -> Result<InitialTables> {
         let mut tables = Tables::new(store, hotspot::keep_frame_pointers(self));
-        self.expect(&mut tables)?;
-        let (queue, busy) = self.look_at(&mut tables)?;
-        Ok(Begun {
+        self.build_for_command(&mut tables)?;
+        let (queue, busy) = self.build_for_processes(&mut tables)?;
+        Ok(InitialTables {
             tables,
             queue,
-            busy,
+            starting: busy,
         })
     }
 
     /// Makes the tables of the files that a command is going to map.
-    fn expect(&self, tables: &mut Tables) -> Result<()> {
+    fn build_for_command(&self, tables: &mut Tables) -> Result<()> {
         let Self::Command { line, .. } = self else {
             return Ok(());
         };
@@ -102,7 +102,7 @@ impl Whose {
         for path in command::code_files(line.program()).unwrap_or_default() {
             if let Ok(file) = File::open(&path) {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
-                tables.expect(&name, &file)?;
+                tables.preload(&name, &file)?;
             }
         }
         Ok(())
@@ -135,7 +135,7 @@ impl Whose {
     }
 
     /// Makes the tables of running processes. Returns the files for which there was no time, and their processes.
-    fn look_at(&self, tables: &mut Tables) -> Result<(Queue, HashMap<u32, Instant>)> {
+    fn build_for_processes(&self, tables: &mut Tables) -> Result<(Queue, HashMap<u32, Instant>)> {
         let mut queue = Queue::default();
         let Self::Processes(pids) = self else {
             return Ok((queue, HashMap::new()));
@@ -148,12 +148,12 @@ impl Whose {
             while begun.elapsed() < START_WITHIN
                 && let Some(waiting) = queue.pop()
             {
-                tables.look_at(waiting, false)?;
+                tables.add_mapped_file(waiting, false)?;
             }
         }
         if !waits {
             for &pid in pids {
-                tell(tables, pid, begun.elapsed());
+                log_tables_complete(tables, pid, begun.elapsed());
             }
             return Ok((queue, HashMap::new()));
         }
@@ -163,19 +163,19 @@ impl Whose {
 }
 
 /// Tables that were made before tracing begins, and the files that still wait.
-struct Begun {
+struct InitialTables {
     tables: Tables,
     /// Files for which there was no time.
     queue: Queue,
     /// Processes of these files, each with the time since which its tables are made.
-    busy: HashMap<u32, Instant>,
+    starting: HashMap<u32, Instant>,
 }
 
 /// Tables that are made while a skeleton is loaded: both take as long, and memory for tables comes after an RCU grace
 /// period.
-pub struct Early(JoinHandle<Result<Begun>>);
+pub struct EarlyTables(JoinHandle<Result<InitialTables>>);
 
-impl Early {
+impl EarlyTables {
     /// Starts to make tables, in a map that replaces an opened skeleton's `unwind_shards`. Returns None if no tables
     /// are used.
     ///
@@ -184,13 +184,13 @@ impl Early {
     pub fn start(
         args: UnwindArgs,
         shards: &mut OpenMapMut<'_>,
-        whose: Whose,
+        whose: UnwindTarget,
     ) -> Result<Option<Self>> {
         if args.mode == Mode::Fp {
             return Ok(None);
         }
         let store = Store::before_load(shards, args.memory << 20)?;
-        let thread = thread::spawn(move || whose.begin(store));
+        let thread = thread::spawn(move || whose.build_tables(store));
         Ok(Some(Self(thread)))
     }
 }
@@ -233,11 +233,11 @@ macro_rules! unwind_parts {
     };
 }
 
-/// Collects the programs of a skeleton that stop a command, as [`Holds`].
+/// Collects the programs of a skeleton that stop a command, as [`HoldPrograms`].
 #[macro_export]
 macro_rules! unwind_holds {
     ($skel:expr) => {
-        $crate::stacks::unwind::Holds {
+        $crate::stacks::unwind::HoldPrograms {
             exec: [
                 &$skel.progs.unwind_exec,
                 &$skel.progs.held_exec_too,
@@ -250,14 +250,14 @@ macro_rules! unwind_holds {
 
 /// Programs that stop a command when it maps code. Of each hook the first program is loaded, and the others only where
 /// no call may be missed.
-pub struct Holds<'a> {
+pub struct HoldPrograms<'a> {
     /// Programs at exec.
     pub exec: [&'a ProgramMut<'static>; 3],
     /// Programs at mmap(2).
     pub mmap: [&'a ProgramMut<'static>; 2],
 }
 
-impl<'a> Holds<'a> {
+impl<'a> HoldPrograms<'a> {
     fn attach(&self) -> Result<Stops> {
         let [exec, mmap] = self.loaded();
         let exec = exec.map(|program| program.attach_raw_tracepoint("sched_process_exec"));
@@ -290,7 +290,7 @@ pub type WhileStopped = Box<dyn FnMut(u32) + Send>;
 #[expect(missing_docs, reason = "named as in the skeleton")]
 pub struct UnwindParts<'a> {
     /// Tables that were begun before load, if there are any.
-    pub early: Option<Early>,
+    pub early: Option<EarlyTables>,
     /// Callback on the unwinder's thread while the command or one of its descendants is stopped because it has mapped
     /// code. The callback must end by itself.
     pub while_stopped: Option<WhileStopped>,
@@ -310,7 +310,7 @@ pub struct UnwindParts<'a> {
     pub python_codes: &'a MapMut<'static>,
     pub python_deaths: [&'a ProgramMut<'static>; 2],
     pub publish: &'a ProgramMut<'static>,
-    pub holds: Holds<'a>,
+    pub holds: HoldPrograms<'a>,
 }
 
 /// Unwind tables of a trace, which are kept up to date until this is dropped.
@@ -332,7 +332,7 @@ impl Unwinder {
     pub fn start(
         args: UnwindArgs,
         mut parts: UnwindParts<'_>,
-        whose: impl Into<Whose>,
+        whose: impl Into<UnwindTarget>,
     ) -> Result<Self> {
         let whose = whose.into();
         let mut unwinder = Self {
@@ -346,20 +346,20 @@ impl Unwinder {
             return Ok(unwinder);
         }
         let mut begun = match parts.early.take() {
-            Some(Early(thread)) => join(thread)?,
-            None => whose.begin(Store::new(reopen(parts.shards)?, args.memory << 20))?,
+            Some(EarlyTables(thread)) => join(thread)?,
+            None => whose.build_tables(Store::new(reopen(parts.shards)?, args.memory << 20))?,
         };
         let publisher = Publisher::new(parts.publish)?;
         begun.tables.publish_by(publisher, reopen(parts.files)?)?;
         // The first table waits for an RCU grace period. Where no process is to have tables from the start, the worker
         // waits instead.
-        if !whose.is_nobody() {
+        if !whose.is_empty() {
             begun.tables.publish_vdso()?;
         }
         let (finders, names) = whose.interpreters(args, &parts)?.unzip();
         unwinder.names = names;
         let held = match whose {
-            Whose::Command {
+            UnwindTarget::Command {
                 pid, descendants, ..
             } => {
                 let stops = parts.holds.attach();
@@ -371,7 +371,7 @@ impl Unwinder {
                 };
                 Some(Held::hold(pid, descendants, maps, stops)?)
             }
-            Whose::Processes(_) => None,
+            UnwindTarget::Processes(_) => None,
         };
         unwinder.worker = Some(Worker::start(begun, parts, held, finders)?);
         Ok(unwinder)
@@ -386,7 +386,7 @@ impl Unwinder {
     ///
     /// # Errors
     /// If the counts of the BPF programs cannot be read, or the output cannot be written to.
-    pub fn tell(mut self, tool: &str, output: &mut Output) -> Result<()> {
+    pub fn report(mut self, tool: &str, output: &mut Output) -> Result<()> {
         let tables = self.worker.take().map(Worker::stop);
         let summary = Summary::read(self.mode, &self.slots, &self.missing, tables.as_ref())?;
         summary.tell(tool, output)
@@ -394,10 +394,10 @@ impl Unwinder {
 }
 
 /// Reports, with --verbose, that a process's tables are complete, and how long that took.
-fn tell(tables: &Tables, pid: u32, took: Duration) {
+fn log_tables_complete(tables: &Tables, pid: u32, took: Duration) {
     let mappings = Process::open(pid).and_then(|process| process.mappings());
     let (words, files) = tables.size_of(&mappings.unwrap_or_default());
-    crate::bpf::attach::verbose(format_args!(
+    crate::bpf::attach::log_verbose(format_args!(
         "unwind tables for process {pid}: {files} files, {} KiB in {:.1} ms",
         words / 128,
         took.as_secs_f64() * 1e3

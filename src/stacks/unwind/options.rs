@@ -28,11 +28,11 @@ pub enum Mode {
 
 /// Options of the tools that show user stacks, none of which would do nothing.
 #[derive(Debug, Clone, Copy)]
-pub struct UnwindArgs(Given);
+pub struct UnwindArgs(UncheckedUnwindArgs);
 
 /// What [`UnwindArgs`] has, before it is known whether that makes sense together.
 #[derive(Debug, Clone, Copy, Args)]
-pub struct Given {
+pub struct UncheckedUnwindArgs {
     /// How the callers of a function are found
     #[arg(id = "unwind", long, value_name = "HOW", value_enum, default_value_t = Mode::Auto)]
     pub mode: Mode,
@@ -47,26 +47,28 @@ pub struct Given {
 }
 
 impl Deref for UnwindArgs {
-    type Target = Given;
+    type Target = UncheckedUnwindArgs;
 
-    fn deref(&self) -> &Given {
+    fn deref(&self) -> &UncheckedUnwindArgs {
         &self.0
     }
 }
 
 impl Args for UnwindArgs {
     fn augment_args(command: Command) -> Command {
-        Given::augment_args(command)
+        UncheckedUnwindArgs::augment_args(command)
     }
 
     fn augment_args_for_update(command: Command) -> Command {
-        Given::augment_args_for_update(command)
+        UncheckedUnwindArgs::augment_args_for_update(command)
     }
 }
 
 impl FromArgMatches for UnwindArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        Given::from_arg_matches(matches)?.check().map(Self)
+        UncheckedUnwindArgs::from_arg_matches(matches)?
+            .check()
+            .map(Self)
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -74,7 +76,7 @@ impl FromArgMatches for UnwindArgs {
     }
 }
 
-impl Given {
+impl UncheckedUnwindArgs {
     /// Refuses --java-names where no functions of Java are shown.
     fn check(self) -> Result<Self, clap::Error> {
         if !self.interpreters.java_names || self.interpreters() != 0 {

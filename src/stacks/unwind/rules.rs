@@ -69,7 +69,7 @@ impl Rules {
     /// # Errors
     /// If the file is no ELF file, its `.eh_frame` is malformed, or its code is beyond 4 GiB.
     pub fn functions_of(file: &File) -> Result<Vec<Range<u64>>> {
-        let elf = Elf::read(file)?.expect_64_bit()?;
+        let elf = Elf::read(file)?.require_64_bit()?;
         let Some((start, frames)) = eh_frame(&elf)? else {
             return Ok(Vec::new());
         };
@@ -91,7 +91,7 @@ impl Rules {
     }
 
     fn read(source: &dyn Source) -> Result<Self> {
-        let file = Elf::read(source)?.expect_64_bit()?;
+        let file = Elf::read(source)?.require_64_bit()?;
         let code = code_segments(&file, source.length()?)?;
         let segments = code
             .iter()
@@ -229,7 +229,7 @@ fn rows(
     let mut builder = Builder {
         rows: Vec::with_capacity(frames.len() / 8),
         // Number of rows that fit into the memory that is left.
-        most: limits::MAX_MEMORY.saturating_sub(used) / size_of::<u64>(),
+        max_rows: limits::MAX_MEMORY.saturating_sub(used) / size_of::<u64>(),
         section: functions.section,
     };
     let mut context = UnwindContext::new();
@@ -237,7 +237,7 @@ fn rows(
     let mut runs = 0;
     for (.., offset) in in_order {
         ensure!(
-            builder.rows.len() <= builder.most,
+            builder.rows.len() <= builder.max_rows,
             "its .eh_frame has too many rules"
         );
         let function = functions.at(offset)?;

@@ -50,7 +50,7 @@ impl Store {
     pub(super) fn before_load(map: &mut OpenMapMut<'_>, max_bytes: usize) -> Result<Self> {
         let (name, first) = (map.name().to_string_lossy(), shard()?);
         let own = map_create::create_array_of(&first, &name, map.max_entries())?;
-        map_create::use_instead(map, &own)?;
+        map_create::reuse(map, &own)?;
         let mut store = Self::new(own, max_bytes);
         store.add(first)?;
         Ok(store)
@@ -62,8 +62,8 @@ impl Store {
     }
 
     /// Takes a range of free words. Returns the number of the first word, which is never 0, or None if the range does
-    /// not fit. Before a BPF program learns of the words, call [`Store::settle`].
-    pub(super) fn take(&mut self, words: usize) -> Result<Option<u32>> {
+    /// not fit. Before a BPF program learns of the words, call [`Store::wait_for_shards`].
+    pub(super) fn allocate(&mut self, words: usize) -> Result<Option<u32>> {
         let mut found = self.free.take(words);
         if found.is_none() {
             self.grow(words)?;
@@ -99,18 +99,18 @@ impl Store {
     }
 
     /// Frees words that no program can be reading.
-    pub(super) fn give_back(&mut self, words: Range<u32>) {
+    pub(super) fn free(&mut self, words: Range<u32>) {
         self.free.give(words.start as usize..words.end as usize);
     }
 
     /// Waits until programs see all words that were taken.
-    pub(super) fn settle(&mut self) -> Result<()> {
+    pub(super) fn wait_for_shards(&mut self) -> Result<()> {
         self.adding.drain(..).try_for_each(super::join)
     }
 
     /// Waits until all BPF programs that run now have ended. The kernel waits so whenever a map of maps is changed.
     pub(super) fn synchronize(&mut self) -> Result<()> {
-        self.settle()?;
+        self.wait_for_shards()?;
         match self.shards.first() {
             Some(shard) => set(&self.map, 0, shard),
             None => Ok(()),

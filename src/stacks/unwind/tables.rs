@@ -17,7 +17,7 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle};
 use super::publish::{Entry, Published, Publisher};
 use super::rules::Rules;
 use super::store::Store;
-use super::worker::Waiting;
+use super::worker::PendingFile;
 use crate::bpf::types;
 use crate::code::elf;
 use crate::code::elf_file::NotElf;
@@ -44,13 +44,13 @@ const COLLECT_AGAIN: Duration = Duration::from_secs(5);
 
 /// Outcome of building the unwind table of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Looked {
+pub(super) enum BuildOutcome {
     /// The file has been read.
-    New,
+    Built,
     /// The file was known.
-    Known,
+    Cached,
     /// The file does not exist or cannot be opened, or its process has exited.
-    Vain,
+    Unavailable,
 }
 
 pub(super) struct Tables {
@@ -63,7 +63,7 @@ pub(super) struct Tables {
     to_publish: Vec<(File, Arc<StoredFile>)>,
     files: HashMap<FileKey, Arc<StoredFile>>,
     /// Files by their device and inode in lists of mappings (/proc/PID/maps).
-    seen: HashMap<FileId, Arc<StoredFile>>,
+    by_file_id: HashMap<FileId, Arc<StoredFile>>,
     /// Names of files by their number, each followed by the error if the file cannot be parsed. Number 0 is generated
     /// code.
     names: HashMap<u32, String>,
@@ -102,7 +102,7 @@ impl Tables {
             publisher: None,
             to_publish: Vec::new(),
             files: HashMap::new(),
-            seen: HashMap::new(),
+            by_file_id: HashMap::new(),
             names: HashMap::from([(0, "generated code".to_owned())]),
             next_number: 1,
             entries: None,
@@ -135,7 +135,7 @@ impl Tables {
     /// Returns the number of words of the tables for these mappings, and the number of their files.
     pub(super) fn size_of(&self, mappings: &[Mapping]) -> (usize, usize) {
         let files = mappings.iter().filter(|mapping| is_code(mapping));
-        let files = files.filter_map(|mapping| self.seen.get(&mapping.file_id()));
+        let files = files.filter_map(|mapping| self.by_file_id.get(&mapping.file_id()));
         let files: HashMap<u32, usize> = files
             .filter(|file| !file.words.is_empty())
             .map(|file| (file.number, file.words.len()))
@@ -145,7 +145,7 @@ impl Tables {
 
     /// Whether the file of a mapping was looked at, perhaps with other contents.
     pub(super) fn has_seen(&self, mapping: &Mapping) -> bool {
-        self.seen.contains_key(&mapping.file_id())
+        self.by_file_id.contains_key(&mapping.file_id())
     }
 
     /// Returns the number of files whose rules did not fit.
@@ -160,18 +160,22 @@ impl Tables {
     }
 
     /// Stores the rules of a file that is going to be mapped.
-    pub(super) fn expect(&mut self, name: &str, file: &File) -> Result<()> {
+    pub(super) fn preload(&mut self, name: &str, file: &File) -> Result<()> {
         self.file(name, file, None, false).map(drop)
     }
 
     /// Stores the rules of a file that a process has mapped. `asked` means that a BPF program has requested the file,
     /// and so does not know it.
-    pub(super) fn look_at(&mut self, waiting: Waiting, asked: bool) -> Result<Looked> {
-        let Waiting { mapping, file } = waiting;
+    pub(super) fn add_mapped_file(
+        &mut self,
+        waiting: PendingFile,
+        asked: bool,
+    ) -> Result<BuildOutcome> {
+        let PendingFile { mapping, file } = waiting;
         if mapping.path.to_string_lossy().starts_with("/memfd:") {
-            self.seen.insert(mapping.file_id(), Arc::default());
+            self.by_file_id.insert(mapping.file_id(), Arc::default());
             self.publish(file.file(), &Arc::default())?;
-            return Ok(Looked::Known);
+            return Ok(BuildOutcome::Cached);
         }
         let id = Some(mapping.file_id());
         self.file(&mapping.module(), file.file(), id, asked)
@@ -183,21 +187,21 @@ impl Tables {
         file: &File,
         id: Option<FileId>,
         publish: bool,
-    ) -> Result<Looked> {
+    ) -> Result<BuildOutcome> {
         let Ok(meta) = file.metadata() else {
-            return Ok(Looked::Vain);
+            return Ok(BuildOutcome::Unavailable);
         };
         if !meta.is_file() {
-            return Ok(Looked::Vain);
+            return Ok(BuildOutcome::Unavailable);
         }
         let key = key_of(&meta);
         if let Some(code) = self.files.get(&key) {
             let code = Arc::clone(code);
-            self.seen.extend(id.map(|id| (id, Arc::clone(&code))));
+            self.by_file_id.extend(id.map(|id| (id, Arc::clone(&code))));
             if publish {
                 self.publish(file, &code)?;
             }
-            return Ok(Looked::Known);
+            return Ok(BuildOutcome::Cached);
         }
         let mut flags = 0;
         let may_hold = elf::may_hold(file);
@@ -212,9 +216,9 @@ impl Tables {
         }
         let code = self.load(name, Rules::of_file(file), key, flags)?;
         self.files.insert(key, Arc::clone(&code));
-        self.seen.extend(id.map(|id| (id, Arc::clone(&code))));
+        self.by_file_id.extend(id.map(|id| (id, Arc::clone(&code))));
         self.publish(file, &code)?;
-        Ok(Looked::New)
+        Ok(BuildOutcome::Built)
     }
 
     /// Puts the rules of a file into the store. The file's number gets these flags.
@@ -278,11 +282,11 @@ impl Tables {
         if words == 0 {
             return Ok(None);
         }
-        if let Some(first) = self.store.take(words)? {
+        if let Some(first) = self.store.allocate(words)? {
             return Ok(Some(first));
         }
         self.collect()?;
-        self.store.take(words)
+        self.store.allocate(words)
     }
 
     /// Publishes a file to the BPF side, or before load keeps it to be published later.
@@ -292,7 +296,7 @@ impl Tables {
             self.to_publish.push((file, Arc::clone(code)));
             return Ok(());
         };
-        self.store.settle()?;
+        self.store.wait_for_shards()?;
         if publisher.file(file, code.entry())? == Published::NoRoom && self.collect()? {
             // If there is still no room, stacks are flagged, and BPF programs request the file again.
             if let Some(publisher) = &self.publisher {
@@ -315,11 +319,11 @@ impl Tables {
         };
         let rules = read_own(&vdso.range).and_then(|image| Rules::of_image(&image));
         let code = self.load("[vdso]", rules, VDSO, 0)?;
-        self.store.settle()?;
+        self.store.wait_for_shards()?;
         if let Some(publisher) = &self.publisher {
             publisher.at(vdso.range.start, code.entry())?;
         }
-        self.seen.insert(vdso.file_id(), Arc::clone(&code));
+        self.by_file_id.insert(vdso.file_id(), Arc::clone(&code));
         self.files.insert(VDSO, code);
         Ok(())
     }
@@ -375,13 +379,13 @@ impl Tables {
         }
         // Afterwards, all programs that have found one of these entries have ended.
         self.store.synchronize()?;
-        self.seen
+        self.by_file_id
             .retain(|_, file| file.number != 0 && keep.contains(&file.number));
         let (store, names) = (&mut self.store, &mut self.names);
         self.files.retain(|_, file| {
             let keep = keep.contains(&file.number);
             if !keep {
-                store.give_back(file.words.clone());
+                store.free(file.words.clone());
                 names.remove(&file.number);
             }
             keep

@@ -13,27 +13,27 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::held::Held;
-use super::tables::{Looked, Tables, is_code};
-use super::{Begun, UnwindParts, WhileStopped, join, tell};
+use super::tables::{BuildOutcome, Tables, is_code};
+use super::{InitialTables, UnwindParts, WhileStopped, join, log_tables_complete};
 use crate::bpf::map_create::reopen;
 use crate::bpf::ring::Events;
-use crate::bpf::types::{unwind_ask as Ask, unwind_request as Request};
+use crate::bpf::types::{unwind_request as Request, unwind_subject as Subject};
 use crate::interpreters::finders::Finders;
 use crate::print::clock;
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::{Mapping, Process};
 
 /// Maximum time before a file that was looked at in vain is requested again, as a power of two in milliseconds.
-const MAX_PATIENCE: u32 = 14;
+const MAX_BACKOFF: u32 = 14;
 /// Maximum time before an interpreter that was looked for in vain is requested again, as a power of two in
 /// milliseconds. A process that has called exec is asked about from its first instructions on, and what it runs before
 /// its interpreter is found lacks frames.
-const MAX_INTERPRETER_PATIENCE: u32 = 8;
-/// Minimum of these times, likewise: 16 ms, close to UNWIND_PATIENCE_NS.
-const MIN_PATIENCE: u32 = 4;
+const MAX_INTERPRETER_BACKOFF: u32 = 8;
+/// Minimum of these times, likewise: 16 ms, close to UNWIND_RETRY_NS.
+const MIN_BACKOFF: u32 = 4;
 const MILLISECOND: u64 = 1_000_000;
 /// Maximum number of files that are remembered as looked at in vain.
-const MAX_IN_VAIN: usize = 4096;
+const MAX_FAILURES: usize = 4096;
 /// Maximum number of waiting files, each held open.
 const MAX_QUEUE: usize = 256;
 /// Nice value of the thread: the process whose file is to be opened may end soon.
@@ -47,14 +47,14 @@ const RECOVER: u16 = 10_000;
 
 /// A file that is to have a table.
 #[derive(Debug)]
-pub(super) struct Waiting {
+pub(super) struct PendingFile {
     pub(super) mapping: Mapping,
     pub(super) file: MappedFile,
 }
 
 /// Files that are to have tables, in the order in which they are to be read.
 #[derive(Debug, Default)]
-pub(super) struct Queue(VecDeque<Waiting>);
+pub(super) struct Queue(VecDeque<PendingFile>);
 
 impl Queue {
     /// Adds the files that a process has mapped and that nobody has looked at yet. The files are opened at once: the
@@ -75,7 +75,7 @@ impl Queue {
             } else if self.0.len() >= MAX_QUEUE {
                 return true;
             } else if let Ok(file) = MappedFile::open(pid, &mapping) {
-                self.0.push_back(Waiting { mapping, file });
+                self.0.push_back(PendingFile { mapping, file });
                 waits = true;
             }
         }
@@ -87,7 +87,7 @@ impl Queue {
         waiting.any(|waiting| waiting.mapping.file_id() == mapping.file_id())
     }
 
-    pub(super) fn pop(&mut self) -> Option<Waiting> {
+    pub(super) fn pop(&mut self) -> Option<PendingFile> {
         self.0.pop_front()
     }
 
@@ -116,19 +116,19 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn start(
-        begun: Begun,
+        begun: InitialTables,
         parts: UnwindParts<'_>,
         held: Option<Held>,
         finders: Option<Finders>,
     ) -> Result<Self> {
         let (requests, asked) = (reopen(parts.requests)?, reopen(parts.asked)?);
         let (stopped, stop) = pipe().context("failed to open a pipe")?;
-        let mut answers = Answers {
+        let mut answers = RequestHandler {
             tables: begun.tables,
             queue: begun.queue,
             asked,
-            in_vain: HashMap::new(),
-            busy: begun.busy,
+            failures: HashMap::new(),
+            starting: begun.starting,
             held,
             finders,
             while_stopped: parts.while_stopped,
@@ -137,7 +137,7 @@ impl Worker {
             .name("unwind".into())
             .spawn(move || {
                 raise_priority();
-                if let Err(error) = answers.until(&stopped, &requests) {
+                if let Err(error) = answers.run(&stopped, &requests) {
                     eprintln!("unwind tables are no longer kept up to date: {error:#}");
                 }
                 answers.tables
@@ -159,24 +159,24 @@ fn raise_priority() {
 }
 
 /// State of the thread.
-struct Answers {
+struct RequestHandler {
     tables: Tables,
     queue: Queue,
     /// The skeleton's map `unwind_asked`.
     asked: MapHandle,
     /// Number of times that a file was looked at in vain, by the BPF side's hash of the file.
-    in_vain: HashMap<u64, u32>,
+    failures: HashMap<u64, u32>,
     /// Processes that may still be mapping code and are soon to be looked at again, each with the time since which.
-    busy: HashMap<u32, Instant>,
+    starting: HashMap<u32, Instant>,
     held: Option<Held>,
     /// Finders of the interpreters of processes; None if these are not asked for.
     finders: Option<Finders>,
     while_stopped: Option<WhileStopped>,
 }
 
-impl Answers {
+impl RequestHandler {
     /// Answers the requests of BPF programs until `stopped` is closed.
-    fn until(&mut self, stopped: &PipeReader, requests: &MapHandle) -> Result<()> {
+    fn run(&mut self, stopped: &PipeReader, requests: &MapHandle) -> Result<()> {
         let requests: Events<Request> = Events::new(requests)?;
         self.tables.publish_vdso()?;
         loop {
@@ -184,7 +184,7 @@ impl Answers {
                 PollFd::new(stopped.as_fd(), PollFlags::POLLIN),
                 PollFd::new(requests.as_fd(), PollFlags::POLLIN),
             ];
-            match poll(&mut sources, self.patience()) {
+            match poll(&mut sources, self.poll_timeout()) {
                 Ok(0) => self.idle()?,
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(error) => return Err(error).context("failed to wait for requests"),
@@ -194,22 +194,22 @@ impl Answers {
             }
             let mut answered = HashSet::new();
             for request in requests.drain()? {
-                if request.interpreter != Ask::UNWIND_ASK_FILE.0 {
-                    self.asked_of_interpreter(&request)?;
+                if request.subject != Subject::UNWIND_SUBJECT_FILE.0 {
+                    self.handle_interpreter_request(&request)?;
                 } else if request.file == 0 {
-                    self.stopped(&request)?;
+                    self.handle_stopped_process(&request)?;
                 } else if answered.insert(request.file) {
-                    self.asked(&request)?;
+                    self.handle_file_request(&request)?;
                 }
             }
         }
     }
 
     /// Returns how long to wait for a request.
-    fn patience(&self) -> PollTimeout {
+    fn poll_timeout(&self) -> PollTimeout {
         if !self.queue.is_empty() {
             PollTimeout::ZERO
-        } else if !self.busy.is_empty() {
+        } else if !self.starting.is_empty() {
             PollTimeout::from(LOOK_AGAIN)
         } else if let Some(left) = self.held.as_ref().and_then(Held::left) {
             PollTimeout::try_from(left + ROUND_UP).unwrap_or(PollTimeout::NONE)
@@ -220,23 +220,23 @@ impl Answers {
         }
     }
 
-    /// Does background work after no request has come for the time that [`Answers::patience`] returned.
+    /// Does background work after no request has come for the time that [`RequestHandler::poll_timeout`] returned.
     fn idle(&mut self) -> Result<()> {
         if let Some(waiting) = self.queue.pop() {
-            self.tables.look_at(waiting, false)?;
-        } else if !self.busy.is_empty() {
-            for (pid, since) in std::mem::take(&mut self.busy) {
+            self.tables.add_mapped_file(waiting, false)?;
+        } else if !self.starting.is_empty() {
+            for (pid, since) in std::mem::take(&mut self.starting) {
                 if self.queue.add(&self.tables, pid) {
-                    self.busy.insert(pid, since);
+                    self.starting.insert(pid, since);
                 } else {
-                    tell(&self.tables, pid, since.elapsed());
+                    log_tables_complete(&self.tables, pid, since.elapsed());
                 }
             }
         } else if let Some(held) = &mut self.held
             && let Some(left) = held.left()
         {
             if left.is_zero() {
-                held.has_started();
+                held.detach_mmap();
             }
         } else {
             self.tables.collect()?;
@@ -245,7 +245,7 @@ impl Answers {
     }
 
     /// Looks at a process that is stopped because it has mapped code, and lets it go on.
-    fn stopped(&mut self, request: &Request) -> Result<()> {
+    fn handle_stopped_process(&mut self, request: &Request) -> Result<()> {
         let pid = request.pid;
         if let Some(work) = &mut self.while_stopped {
             work(pid);
@@ -256,16 +256,17 @@ impl Answers {
             if is_wanted(&self.tables, &mapping)
                 && let Ok(file) = MappedFile::open(pid, &mapping)
             {
-                self.tables.look_at(Waiting { mapping, file }, false)?;
+                self.tables
+                    .add_mapped_file(PendingFile { mapping, file }, false)?;
             }
         }
         // An interpreter is found before the process's first instruction that allocates.
         if let Some(finders) = &mut self.finders {
             finders.look_at_stopped(pid);
         }
-        tell(&self.tables, pid, begun.elapsed());
+        log_tables_complete(&self.tables, pid, begun.elapsed());
         if let Some(held) = &mut self.held
-            && let Err(error) = held.go_on(pid, request.held_file)
+            && let Err(error) = held.resume_process(pid, request.held_file)
         {
             eprintln!("the command is no longer stopped when it maps code: {error:#}");
         }
@@ -273,7 +274,7 @@ impl Answers {
     }
 
     /// Looks at a file that a BPF program has met.
-    fn asked(&mut self, request: &Request) -> Result<()> {
+    fn handle_file_request(&mut self, request: &Request) -> Result<()> {
         let pid = request.pid;
         let mut mappings = mappings_of(pid);
         let is_asked =
@@ -282,51 +283,51 @@ impl Answers {
         let asked = at.map(|at| mappings.swap_remove(at));
         let asked = asked.and_then(|mapping| {
             let file = MappedFile::open(pid, &mapping).ok()?;
-            Some(Waiting { mapping, file })
+            Some(PendingFile { mapping, file })
         });
         let waits = self.queue.add_mappings(&self.tables, pid, mappings);
         let looked = match asked {
-            Some(waiting) => self.tables.look_at(waiting, true)?,
-            None => Looked::Vain,
+            Some(waiting) => self.tables.add_mapped_file(waiting, true)?,
+            None => BuildOutcome::Unavailable,
         };
-        if looked != Looked::Vain || waits {
-            self.busy.entry(pid).or_insert_with(Instant::now);
+        if looked != BuildOutcome::Unavailable || waits {
+            self.starting.entry(pid).or_insert_with(Instant::now);
         }
-        if looked == Looked::Vain {
-            return self.put_off(request.file, MAX_PATIENCE);
+        if looked == BuildOutcome::Unavailable {
+            return self.back_off(request.file, MAX_BACKOFF);
         }
-        self.in_vain.remove(&request.file);
+        self.failures.remove(&request.file);
         Ok(())
     }
 
     /// Looks for the interpreter of a process that executes an interpreter's code.
-    fn asked_of_interpreter(&mut self, request: &Request) -> Result<()> {
+    fn handle_interpreter_request(&mut self, request: &Request) -> Result<()> {
         let Some(finders) = &mut self.finders else {
             return Ok(());
         };
-        let (ask, layout) = (Ask(request.interpreter), request.file);
-        let found = finders.answer(ask, request.pid, layout);
+        let (subject, layout) = (Subject(request.subject), request.file);
+        let found = finders.answer(subject, request.pid, layout);
         // The BPF side tells requests for the two interpreters apart in this way.
-        let asked = if ask == Ask::UNWIND_ASK_HOTSPOT {
+        let hash = if subject == Subject::UNWIND_SUBJECT_HOTSPOT {
             !layout
         } else {
             layout
         };
         if found {
-            self.in_vain.remove(&asked);
+            self.failures.remove(&hash);
             return Ok(());
         }
-        self.put_off(asked, MAX_INTERPRETER_PATIENCE)
+        self.back_off(hash, MAX_INTERPRETER_BACKOFF)
     }
 
     /// Delays the next request for a file, or for the interpreter of a process. The delay doubles with each call, up to
     /// 2 to the power of `most` milliseconds.
-    fn put_off(&mut self, file: u64, most: u32) -> Result<()> {
-        if self.in_vain.len() >= MAX_IN_VAIN {
-            self.in_vain.clear();
+    fn back_off(&mut self, file: u64, most: u32) -> Result<()> {
+        if self.failures.len() >= MAX_FAILURES {
+            self.failures.clear();
         }
-        let times = self.in_vain.entry(file).or_default();
-        let patience = MILLISECOND << (MIN_PATIENCE + *times).min(most);
+        let times = self.failures.entry(file).or_default();
+        let patience = MILLISECOND << (MIN_BACKOFF + *times).min(most);
         *times += 1;
         let not_before = clock::monotonic_ns() + patience;
         self.asked
@@ -353,7 +354,7 @@ mod tests {
         assert!(queue.add(&tables, pid), "our files wait");
         let files = queue.0.len();
         let own = queue.pop().expect("our program");
-        let fill = (files..=MAX_QUEUE).map(|_| Waiting {
+        let fill = (files..=MAX_QUEUE).map(|_| PendingFile {
             mapping: Mapping {
                 inode: 0,
                 ..own.mapping.clone()

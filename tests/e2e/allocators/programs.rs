@@ -108,7 +108,7 @@ fn redis_is_traced_unharmed() -> Result<()> {
         harness::eventually("redis answers", || Ok(ask(&["ping"])? == "PONG"))?;
         let pid = server.id().to_string();
         let mut tool = Tool::start("memleak", &["-p", &pid, "-j", "-o", "0", "60"])?;
-        tool.wait_for("probes in")?;
+        tool.wait_for_stderr("probes in")?;
         ask(&[
             "eval",
             "for i = 1, 1009 do redis.call('set', i, string.rep('x', 4093)) end",

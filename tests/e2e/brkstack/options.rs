@@ -8,7 +8,7 @@ use libtest_mimic::Trial;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use super::{CALLS, LIVE, by_leaf, trace};
+use super::{CALLS, READY, by_leaf, trace};
 use crate::harness::{self, Tool, Workload};
 
 /// Returns the tests of this module.
@@ -115,7 +115,7 @@ fn summaries_are_apart() -> Result<()> {
         ];
         let pids = programs.each_ref().map(Workload::pid).join(",");
         let mut tool = Tool::start("brkstack", &["-p", &pids, option])?;
-        tool.wait_for(LIVE)?;
+        tool.wait_for_stderr(READY)?;
         programs[0].work()?;
         tool.signal(Signal::SIGUSR1)?;
         tool.wait_until(|output| output.contains(" 23\n"))?;

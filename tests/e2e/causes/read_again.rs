@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use super::{expect_all_accounted_for, first, foremost_beside, wrong};
+use super::{current_findings, expect_all_accounted_for, first, foremost_beside};
 use crate::harness::{self, Workload, eventually, workload};
 use crate::memtriage::who::{answer, sum_by};
 use crate::memtriage::{of_type, part, triage};
@@ -42,7 +42,7 @@ fn a_file_larger_than_its_cache() -> Result<()> {
         "{evidence}"
     );
     ensure!(finding["next"] == "drsnoop --memcg -e -d 10", "{finding}");
-    let refaults = wrong(&objects)
+    let refaults = current_findings(&objects)
         .into_iter()
         .find(|finding| finding["rule"] == "refaults")
         .context("no refaults")?;

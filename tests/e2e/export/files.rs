@@ -55,7 +55,7 @@ fn a_full_disk_keeps_the_old_file() -> Result<()> {
     let profile = profile.to_str().context("not UTF-8")?;
     let files = ["--flame", file, "--pprof", profile];
     let mut tool = Tool::start("brkstack", &[&["-p", &pid], &files[..]].concat())?;
-    tool.wait_for("tracing brk(2)")?;
+    tool.wait_for_stderr("tracing brk(2)")?;
     program.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");

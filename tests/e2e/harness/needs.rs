@@ -64,7 +64,7 @@ pub(crate) enum Need {
 
 impl Need {
     /// Returns the reason why the requirement is not met, or None if it is met.
-    fn missing(self) -> Option<&'static str> {
+    fn unmet_reason(self) -> Option<&'static str> {
         let (there, reason) = match self {
             Need::Kprobes => (
                 Path::new("/sys/bus/event_source/devices/kprobe/type").exists(),
@@ -202,11 +202,11 @@ pub(crate) fn test(
 ) -> Trial {
     let own_name = name.to_owned();
     Trial::ignorable_test(name, move || {
-        let unmet = needs.iter().find_map(|need| need.missing());
+        let unmet = needs.iter().find_map(|need| need.unmet_reason());
         if let Some(reason) = unmet {
             return Ok(Completion::ignored_with(reason));
         }
-        if let Some(outcome) = without_root() {
+        if let Some(outcome) = outcome_without_root() {
             return outcome;
         }
         AT_ENTRIES.set(false);
@@ -245,7 +245,7 @@ pub(crate) fn print_slowest() {
 }
 
 /// Returns the outcome of a test that may not run without root: failed in CI, ignored elsewhere. Returns None for root.
-pub(crate) fn without_root() -> Option<Result<Completion, Failed>> {
+pub(crate) fn outcome_without_root() -> Option<Result<Completion, Failed>> {
     if nix::unistd::geteuid().is_root() {
         None
     } else if env::var_os("CI").is_some() {

@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use super::needs::AT_ENTRIES;
 use crate::documented;
-use crate::harness::{PATIENCE, workload};
+use crate::harness::{TIMEOUT, workload};
 
 /// Returns the path of a tool.
 pub(crate) fn tool(name: &str) -> PathBuf {
@@ -77,7 +77,7 @@ pub(crate) struct Tool {
 
 /// Output and exit status of a tool that has ended.
 #[derive(Debug)]
-pub(crate) struct Ended {
+pub(crate) struct ToolOutput {
     /// The tool's complete stdout.
     pub(crate) stdout: String,
     /// The tool's complete stderr.
@@ -86,7 +86,7 @@ pub(crate) struct Ended {
     pub(crate) status: ExitStatus,
 }
 
-impl Ended {
+impl ToolOutput {
     /// Parses the JSON objects on stdout, one per line. Each object must have a type and, if it describes a
     /// moment, a time.
     pub(crate) fn objects(&self) -> Result<Vec<Value>> {
@@ -94,8 +94,8 @@ impl Ended {
         self.stdout.lines().map(object).collect()
     }
 
-    /// Parses the JSON objects on stdout as [`Ended::objects`] does, whatever the exit status. The lines of a command
-    /// may be in between; they do not begin with `{`.
+    /// Parses the JSON objects on stdout as [`ToolOutput::objects`] does, whatever the exit status. The lines of a
+    /// command may be in between; they do not begin with `{`.
     pub(crate) fn objects_among_lines(&self) -> Result<Vec<Value>> {
         let lines = self.stdout.lines().filter(|line| line.starts_with('{'));
         lines.map(object).collect()
@@ -128,7 +128,7 @@ impl Tool {
         let mut command = Command::new(tool(name));
         command.args(args).env("MEMTOOLS_ATTACH", way);
         let mut tool = Self::spawn(command.stdin(Stdio::null()))?;
-        tool.wait_for(&format!("({way})"))?;
+        tool.wait_for_stderr(&format!("({way})"))?;
         Ok(tool)
     }
 
@@ -137,13 +137,13 @@ impl Tool {
     pub(crate) fn start_peer(name: &str, args: &[&str]) -> Result<Self> {
         let program = workload("peers").join(name);
         let mut peer = Self::spawn(Command::new(program).args(args).stdin(Stdio::null()))?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             if waits_for_events(peer.pid())? {
                 return Ok(peer);
             }
             if Instant::now() > deadline || peer.child.try_wait()?.is_some() {
-                bail!("the peer {name} does not start: {:?}", peer.end()?);
+                bail!("the peer {name} does not start: {:?}", peer.wait()?);
             }
             thread::sleep(Duration::from_millis(5));
         }
@@ -212,13 +212,13 @@ impl Tool {
     }
 
     /// Waits until a line on stderr contains `text`, such as the line that says that the probes are live.
-    pub(crate) fn wait_for(&mut self, text: &str) -> Result<()> {
+    pub(crate) fn wait_for_stderr(&mut self, text: &str) -> Result<()> {
         self.wait_for_any(&[text])
     }
 
     /// Waits until a line on stderr contains one of `texts`.
     pub(crate) fn wait_for_any(&mut self, texts: &[&str]) -> Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let wanted = |line: &String| texts.iter().any(|text| line.contains(text));
         while !self.said.iter().any(wanted) {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -235,14 +235,14 @@ impl Tool {
 
     /// Waits for a line on stderr that contains `text`, and returns the line.
     pub(crate) fn wait_for_line(&mut self, text: &str) -> Result<String> {
-        self.wait_for(text)?;
+        self.wait_for_stderr(text)?;
         let line = self.said.iter().find(|line| line.contains(text));
         line.cloned().context("no line")
     }
 
     /// Waits until stdout contains `text`, after the text that the last call found.
     pub(crate) fn wait_for_output(&mut self, text: &str) -> Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let output = self.stdout.lock().map(|output| output.clone());
             let output = output.unwrap_or_default();
@@ -270,7 +270,7 @@ impl Tool {
 
     /// Waits until `wanted` accepts the lines that the tool has printed so far.
     pub(crate) fn wait_until(&self, wanted: impl Fn(&str) -> bool) -> Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !wanted(&self.stdout()) {
             ensure!(Instant::now() < deadline, "not yet in {}", self.stdout());
             thread::sleep(Duration::from_millis(20));
@@ -291,14 +291,14 @@ impl Tool {
     }
 
     /// Interrupts the tool, as Ctrl-C does, and waits for its end.
-    pub(crate) fn interrupt(self) -> Result<Ended> {
+    pub(crate) fn interrupt(self) -> Result<ToolOutput> {
         self.signal(Signal::SIGINT)?;
-        self.end()
+        self.wait()
     }
 
     /// Waits for the tool's end, and compares its JSON with its man page.
-    pub(crate) fn end(mut self) -> Result<Ended> {
-        let deadline = Instant::now() + PATIENCE;
+    pub(crate) fn wait(mut self) -> Result<ToolOutput> {
+        let deadline = Instant::now() + TIMEOUT;
         let status = loop {
             if let Some(status) = self
                 .child
@@ -319,7 +319,7 @@ impl Tool {
         let stdout =
             String::from_utf8(stdout.unwrap_or_default()).context("stdout is not UTF-8")?;
         documented::check(&self.program, &stdout)?;
-        Ok(Ended {
+        Ok(ToolOutput {
             stdout: without_skipped_runs(&stdout)?,
             stderr: without_skipped_runs(&self.said.join("\n"))?,
             status,

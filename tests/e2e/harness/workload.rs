@@ -62,13 +62,13 @@ impl Workload {
             stdin,
             stdout,
         };
-        workload.ready()?;
+        workload.wait_ready()?;
         Ok(workload)
     }
 
     /// Waits until the workload is ready, at its start or as another program after exec. Returns the PID that the
     /// workload prints.
-    pub(crate) fn ready(&mut self) -> Result<u32> {
+    pub(crate) fn wait_ready(&mut self) -> Result<u32> {
         let line = self.line()?;
         let pid = line
             .strip_prefix("ready ")
@@ -105,7 +105,7 @@ impl Workload {
         if is_last {
             self.done()?;
         } else {
-            self.ready()?;
+            self.wait_ready()?;
         }
         Ok(())
     }

@@ -94,7 +94,7 @@ fn readers_are_allowed_nothing_and_end_with_the_tool() -> Result<()> {
     let mut program = start(&mut workload("lines"), "sbrk")?;
     let pid = program.pid();
     let mut tool = Tool::start("brkstack", &["-p", &pid, "-f", "--lines", "1"])?;
-    tool.wait_for("tracing brk(2)")?;
+    tool.wait_for_stderr("tracing brk(2)")?;
     program.work()?;
     tool.wait_for_output(";inner;")?;
     let readers = readers_of(tool.pid())?;
@@ -120,7 +120,7 @@ fn readers_are_allowed_nothing_and_end_with_the_tool() -> Result<()> {
         );
     }
     tool.signal(Signal::SIGKILL)?;
-    tool.end()?;
+    tool.wait()?;
     harness::eventually("the reader has ended", || {
         Ok(!Path::new(&format!("/proc/{reader}/exe")).exists())
     })

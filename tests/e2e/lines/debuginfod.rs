@@ -114,7 +114,7 @@ fn a_debuginfod_that_hangs_keeps_nobody() -> Result<()> {
     command.env("DEBUGINFOD_URLS", url);
     command.env("DEBUGINFOD_CACHE_PATH", folder.path().join("cache"));
     let mut tool = Tool::spawn(command.stdin(Stdio::null()))?;
-    tool.wait_for("tracing brk(2)")?;
+    tool.wait_for_stderr("tracing brk(2)")?;
     program.work()?;
     tool.signal(Signal::SIGINT)?;
     let _question = server.accept()?;

@@ -111,7 +111,7 @@ fn killed_it_leaves_nothing_behind() -> Result<()> {
     let tool = attach(&workload, &["60"])?;
     let pid = tool.pid();
     tool.signal(Signal::SIGKILL)?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(!ended.status.success(), "{ended:?}");
     // Nothing of memleak is left that could keep a probe: no process, no trace event.
     ensure!(!Path::new(&format!("/proc/{pid}")).exists());
@@ -134,7 +134,7 @@ fn a_warning_does_not_stop_the_machine() -> Result<()> {
     let _panics = Setting::change("/proc/sys/kernel/panic_on_warn", "1")?;
     let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
     let mut tool = Tool::start("memleak", &["-p", &workload.pid(), "-o", "0", "60"])?;
-    tool.wait_for(READY)?;
+    tool.wait_for_stderr(READY)?;
     let newest = |name: &str| {
         let maps = MapInfoIter::default().filter(|info| info.name == *name);
         let newest = maps.max_by_key(|info| info.id);

@@ -129,7 +129,7 @@ fn a_deleted_program_still_has_names() -> Result<()> {
     let tool = attach(&workload, &["-o", "0", "60"])?;
     workload.work()?;
     workload.finish()?;
-    let groups = last_report(&tool.end()?.stdout)?;
+    let groups = last_report(&tool.wait()?.stdout)?;
     ensure!(
         outstanding(&groups, "leak_malloc") == (31 * 4093, 31),
         "{groups:#?}"

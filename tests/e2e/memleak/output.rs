@@ -252,7 +252,7 @@ fn reports_come_at_their_interval() -> Result<()> {
     let workload = Workload::start("alloc", &["hold"])?;
     let tool = attach(&workload, &["1", "3"])?;
     let start = Instant::now();
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     let took = start.elapsed();
     let reports = ended
         .stdout

@@ -9,7 +9,7 @@ use libtest_mimic::Trial;
 use nix::sys::signal::Signal;
 
 use super::{Group, attach, last_report, name, outstanding, trace, trace_all};
-use crate::harness::{self, Ended, Workload};
+use crate::harness::{self, ToolOutput, Workload};
 
 /// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
@@ -155,14 +155,14 @@ fn stacks_that_do_not_fit_are_counted() -> Result<()> {
         workload.work()?;
         let ended = match count {
             "1" => tool.interrupt()?,
-            _ => tool.end()?,
+            _ => tool.wait()?,
         };
         stacks_that_do_not_fit_are_one_group(&ended)?;
     }
     Ok(())
 }
 
-fn stacks_that_do_not_fit_are_one_group(ended: &Ended) -> Result<()> {
+fn stacks_that_do_not_fit_are_one_group(ended: &ToolOutput) -> Result<()> {
     let groups = last_report(&ended.stdout)?;
     let allocations: u64 = groups.iter().map(|group| group.allocations).sum();
     ensure!(
@@ -203,7 +203,7 @@ fn blocks_that_do_not_fit_are_counted() -> Result<()> {
 
 fn more_blocks_than_memory_are_refused() -> Result<()> {
     let args = ["-c", "true", "--max-allocs", "1000003", "--mem-limit", "1M"];
-    harness::refuses("memleak", &args, 2, "lower --max-allocs")
+    harness::expect_refusal("memleak", &args, 2, "lower --max-allocs")
 }
 
 /// The workload makes more mappings than the ring buffer holds, while memleak is stopped and does not read it.

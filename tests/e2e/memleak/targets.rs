@@ -32,7 +32,7 @@ fn target_exits_first() -> Result<()> {
     let tool = attach(&workload, &["60"])?;
     workload.work()?;
     workload.finish()?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.success(), "{ended:?}");
     let groups = last_report(&ended.stdout)?;
     is_leak_of_main(&groups)
@@ -81,8 +81,8 @@ fn the_status_of_a_command_is_passed_on() -> Result<()> {
     let path = pid_file.path().join("pid");
     let command = format!("sh -c 'echo $$ >{}; exec sleep 1000'", path.display());
     let mut tool = Tool::start("memleak", &["-c", &command, "1", "1"])?;
-    tool.wait_for(READY)?;
-    let ended = tool.end()?;
+    tool.wait_for_stderr(READY)?;
+    let ended = tool.wait()?;
     ensure!(ended.status.success(), "{ended:?}");
     let pid = fs::read_to_string(&path).context("the command did not run")?;
     ensure!(
@@ -149,7 +149,7 @@ fn driven_as_bcc_drives_its_own() -> Result<()> {
 fn silence_is_explained() -> Result<()> {
     let workload = Workload::start("alloc", &["hold"])?;
     let mut tool = attach(&workload, &["60"])?;
-    tool.wait_for("no allocation or free yet")?;
+    tool.wait_for_stderr("no allocation or free yet")?;
     tool.interrupt()?;
     Ok(())
 }
@@ -192,7 +192,8 @@ fn a_reader_that_leaves_ends_it() -> Result<()> {
 }
 
 fn bad_targets_are_named() -> Result<()> {
-    let fails = |args: &[&str], code, remedy| harness::refuses("memleak", args, code, remedy);
+    let fails =
+        |args: &[&str], code, remedy| harness::expect_refusal("memleak", args, code, remedy);
     fails(&["-p", "4194305"], 1, "no process has PID 4194305")?;
     fails(&["-p", "2"], 1, "is a kernel thread")?;
     fails(&["-c", "no-such-command-here"], 1, "command not found")?;
@@ -260,7 +261,7 @@ fn missing_btf_is_named() -> Result<()> {
             Ok(())
         });
     }
-    let ended = Tool::spawn(&mut command)?.end()?;
+    let ended = Tool::spawn(&mut command)?.wait()?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
     ensure!(
         ended.stderr.contains("CONFIG_DEBUG_INFO_BTF=y"),

@@ -106,7 +106,7 @@ fn what_cannot_be_asked_is_told() -> Result<()> {
 fn who_is_asked_until_a_signal_comes() -> Result<()> {
     let _full = full_group("memtools-triage-signal")?;
     let mut tool = Tool::start("memtriage", &["-j", "--who", "86400"])?;
-    tool.wait_for("Ctrl-C to end")?;
+    tool.wait_for_stderr("Ctrl-C to end")?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.code() == Some(3), "{ended:?}");
     ensure!(ended.stdout.contains("{\"type\":\"who\","), "{ended:?}");

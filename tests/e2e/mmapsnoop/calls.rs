@@ -233,7 +233,7 @@ const BURST: u64 = 200_003;
 fn threads_at_once_are_all_shown() -> Result<()> {
     let mut workload = Workload::start("contend", &["8", "1009", "mmap"])?;
     let mut tool = Tool::start("mmapsnoop", &["-j", "-p", &workload.pid()])?;
-    tool.wait_for("tracing mmap(2)")?;
+    tool.wait_for_stderr("tracing mmap(2)")?;
     let facts = workload.work()?;
     let ended = tool.interrupt()?;
     let rows = ended.stdout.lines().count();
@@ -325,7 +325,7 @@ fn a_row_comes_at_once() -> Result<()> {
     let (program, pid) = (harness::tool("mmapsnoop"), workload.pid());
     let script = format!("exec '{}' -p {pid} >'{}'", program.display(), out.display());
     let mut tool = Tool::spawn(Command::new("sh").args(["-c", &script]))?;
-    tool.wait_for("tracing mmap(2)")?;
+    tool.wait_for_stderr("tracing mmap(2)")?;
     harness::eventually("a header", || {
         Ok(fs::read_to_string(&out)?.starts_with("PID "))
     })?;

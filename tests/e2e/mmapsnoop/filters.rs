@@ -166,7 +166,7 @@ fn inner(shell: u32, levels: usize) -> Result<String> {
 fn numbers_are_those_of_our_namespace() -> Result<()> {
     let script = format!("'{}' -j -n mmap", harness::tool("mmapsnoop").display());
     let mut tool = Tool::spawn(&mut sh(&script, || unshare(CloneFlags::CLONE_NEWPID)))?;
-    tool.wait_for("tracing mmap(2)")?;
+    tool.wait_for_stderr("tracing mmap(2)")?;
     let its_shell = tool.pid();
     let namespace = format!("/proc/{}/ns/pid", child(its_shell)?);
 
@@ -194,7 +194,7 @@ fn numbers_are_those_of_our_namespace() -> Result<()> {
         nix::unistd::Pid::from_raw(child(its_shell)?.parse()?),
         Signal::SIGINT,
     )?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     let rows = json_rows(&ended)?;
     // The mappings that a workload makes before it is ready come first.
     let ends_with = |pid: &str, calls: &[Call]| {

@@ -12,7 +12,7 @@ use nix::sys::signal::{SigHandler, SigSet, Signal, kill, signal};
 use nix::unistd::Pid;
 
 use super::{TOOLS, children, state};
-use crate::harness::{self, PATIENCE, Tool, eventually, tool, workload};
+use crate::harness::{self, TIMEOUT, Tool, eventually, tool, workload};
 
 /// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
@@ -36,7 +36,7 @@ fn stopped_child(tool: &Tool) -> Option<u32> {
 fn a_command_goes_on_when_the_tool_is_killed() -> Result<()> {
     for end in [Signal::SIGKILL, Signal::SIGHUP] {
         let mut caught = 0;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while caught < 11 {
             ensure!(Instant::now() < deadline, "only {caught} were met stopped");
             let mut tool = Tool::start("brkstack", &["-f", "-c", "sh -c 'exit 7'"])?;
@@ -50,7 +50,7 @@ fn a_command_goes_on_when_the_tool_is_killed() -> Result<()> {
             };
             let Some(command) = command else { continue };
             tool.signal(end)?;
-            tool.end()?;
+            tool.wait()?;
             eventually("the command ends", || Ok(state(command).is_none()))?;
             caught += 1;
         }
@@ -67,7 +67,7 @@ fn what_a_command_starts_goes_on_when_the_tool_is_killed() -> Result<()> {
         program.display()
     );
     let mut caught = 0;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while caught < 7 {
         ensure!(Instant::now() < deadline, "only {caught} were met stopped");
         let mut tool = Tool::start("memleak", &["--children", "-c", &command])?;
@@ -83,7 +83,7 @@ fn what_a_command_starts_goes_on_when_the_tool_is_killed() -> Result<()> {
         };
         let Some(pid) = met else { continue };
         tool.signal(Signal::SIGKILL)?;
-        tool.end()?;
+        tool.wait()?;
         eventually("what was stopped ends", || Ok(state(pid).is_none()))?;
         caught += 1;
     }
@@ -92,11 +92,11 @@ fn what_a_command_starts_goes_on_when_the_tool_is_killed() -> Result<()> {
 
 fn a_command_that_stops_itself_is_left_stopped() -> Result<()> {
     let mut tool = Tool::start("brkstack", &["-f", "-c", "sh -c 'kill -STOP $$; exit 5'"])?;
-    tool.wait_for("tracing brk(2)")?;
+    tool.wait_for_stderr("tracing brk(2)")?;
     eventually("it has started", || Ok(!watches_mmap(tool.pid())?))?;
     let command = stopped_child(&tool).context("it runs")?;
     kill(Pid::from_raw(command.cast_signed()), Signal::SIGCONT)?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.code() == Some(5), "{ended:?}");
     Ok(())
 }
@@ -127,13 +127,13 @@ fn with_odd_caller(args: &[&str]) -> Result<Tool> {
 
 fn a_command_inherits_from_the_caller() -> Result<()> {
     let command = "sh -c 'echo files $(ulimit -n); exit 7'";
-    let ended = with_odd_caller(&["--by-process", "-c", command])?.end()?;
+    let ended = with_odd_caller(&["--by-process", "-c", command])?.wait()?;
     ensure!(ended.status.code() == Some(7), "{ended:?}");
     ensure!(ended.stdout.contains("files 67\n"), "{ended:?}");
 
     // The command is no shell, which would change some of the masks.
     let command = "grep ^Sig /proc/self/status";
-    let ended = with_odd_caller(&["--by-process", "-c", command])?.end()?;
+    let ended = with_odd_caller(&["--by-process", "-c", command])?.wait()?;
     let value = |name: &str| {
         let line = ended
             .stdout
@@ -167,15 +167,15 @@ fn ignored_here() -> Result<u64> {
 fn a_command_that_does_not_end_is_left() -> Result<()> {
     let command = "sh -c 'trap \"\" TERM; echo began; while :; do read x; done </dev/zero'";
     let mut tool = Tool::start("brkstack", &["-f", "-c", command])?;
-    tool.wait_for("tracing brk(2)")?;
+    tool.wait_for_stderr("tracing brk(2)")?;
     tool.wait_for_output("began\n")?;
     let command = children(tool.pid());
     tool.signal(Signal::SIGINT)?;
-    tool.wait_for("is left to run")?;
+    tool.wait_for_stderr("is left to run")?;
     for pid in command {
         let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
     }
-    ensure!(tool.end()?.status.success());
+    ensure!(tool.wait()?.status.success());
     Ok(())
 }
 

@@ -34,14 +34,14 @@ fn every_tool_ends_with_its_target() -> Result<()> {
         let second = Workload::start("alloc", &["hold"])?;
         let pids = format!("{},{}", first.pid(), second.pid());
         let mut tool = Tool::start(name, &["-p", &pids])?;
-        tool.wait_for(match name {
+        tool.wait_for_stderr(match name {
             "memleak" => "allocator: ",
             _ => "Ctrl-C to end",
         })?;
         first.finish()?;
         ensure!(!tool.has_ended()?, "{name} ends with the first of two");
         second.finish()?;
-        let ended = tool.end()?;
+        let ended = tool.wait()?;
         ensure!(ended.status.success(), "{name}: {ended:?}");
     }
     Ok(())
@@ -56,7 +56,7 @@ fn every_signal_that_ends_it_reports() -> Result<()> {
     ] {
         let (_workload, tool) = brkstack(&[])?;
         tool.signal(end)?;
-        let ended = tool.end()?;
+        let ended = tool.wait()?;
         ensure!(ended.status.success(), "{end}: {ended:?}");
         ensure!(calls(&ended.stdout) == 23, "{end}: {ended:?}");
     }
@@ -74,7 +74,7 @@ fn a_report_can_be_asked_for() -> Result<()> {
     let mut target = Workload::start("alloc", &["one", "malloc", "23", "4093"])?;
     let pid = target.pid();
     let mut tool = Tool::start("memleak", &["-p", &pid, "-o", "0", "3600"])?;
-    tool.wait_for("allocator: ")?;
+    tool.wait_for_stderr("allocator: ")?;
     target.work()?;
     tool.signal(Signal::SIGUSR1)?;
     tool.wait_until(|report| report.contains("94139 bytes in 23 allocations"))?;
@@ -95,7 +95,7 @@ fn what_nohup_ignores_is_ignored() -> Result<()> {
         });
     }
     let mut tool = Tool::spawn(&mut command)?;
-    tool.wait_for("tracing brk(2)")?;
+    tool.wait_for_stderr("tracing brk(2)")?;
     workload.work()?;
     // Of two pending signals, the one with the lower number is delivered first.
     tool.signal(Signal::SIGHUP)?;

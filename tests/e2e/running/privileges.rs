@@ -13,7 +13,7 @@ use nix::sys::resource::{Resource, setrlimit};
 use tempfile::TempDir;
 
 use super::{TOOLS, by_nobody, state};
-use crate::harness::{self, Ended, Tool, Workload, eventually, tool};
+use crate::harness::{self, Tool, ToolOutput, Workload, eventually, tool};
 use crate::pressure::Setting;
 
 /// Returns the tests of this module.
@@ -103,7 +103,7 @@ fn who_cannot_be_traced_is_told() -> Result<()> {
     let (pid, own) = (target.pid(), std::process::id().to_string());
     for name in ["brkstack", "faults", "ffaults", "memleak", "vmscan"] {
         let mut tool = Tool::start(name, &["-p", &pid, &own])?;
-        tool.wait_for(&format!("-p {pid},{own}"))?;
+        tool.wait_for_stderr(&format!("-p {pid},{own}"))?;
         let ended = tool.interrupt()?;
         ensure!(ended.status.success(), "{ended:?}");
     }
@@ -111,9 +111,9 @@ fn who_cannot_be_traced_is_told() -> Result<()> {
 }
 
 /// Runs a tool to its end as the user nobody (uid 65534), with these capabilities alone.
-fn run_by_nobody(capabilities: &str, name: &str, args: &[&str]) -> Result<Ended> {
+fn run_by_nobody(capabilities: &str, name: &str, args: &[&str]) -> Result<ToolOutput> {
     let (folder, program) = where_nobody_may_go(name)?;
-    let ended = Tool::spawn(by_nobody(capabilities, &program).args(args))?.end();
+    let ended = Tool::spawn(by_nobody(capabilities, &program).args(args))?.wait();
     drop(folder);
     ended
 }
@@ -144,7 +144,7 @@ fn tools_of_one_user_share_locked_memory() -> Result<()> {
     };
     let tools: Vec<Tool> = (0..3).map(|_| start()).collect::<Result<_>>()?;
     for tool in tools {
-        let ended = tool.end()?;
+        let ended = tool.wait()?;
         ensure!(ended.status.success(), "{ended:?}");
     }
     drop(folder);
@@ -213,7 +213,7 @@ fn missing_privilege_is_named() -> Result<()> {
     let mut command = by_nobody(&capabilities, &program);
     command.args(["-p", &pid, "0.1", "1"]);
     command.env("MEMTOOLS_ATTACH", "perf uprobes without cookies");
-    let ended = Tool::spawn(&mut command)?.end()?;
+    let ended = Tool::spawn(&mut command)?.wait()?;
     drop(folder);
     let told = ended.stderr.contains("wants CAP_SYS_ADMIN: run it as root");
     ensure!(ended.status.success() || told, "{ended:?}");

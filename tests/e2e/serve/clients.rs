@@ -123,7 +123,7 @@ fn a_socket_is_for_its_owner_and_goes() -> Result<()> {
         Signal::SIGTERM,
     ] {
         let mut tool = Tool::start("memleak", &args)?;
-        tool.wait_for("probes in")?;
+        tool.wait_for_stderr("probes in")?;
         let mode = fs::symlink_metadata(&path)?.permissions().mode();
         ensure!(mode & 0o777 == 0o600, "{mode:o}");
         let mut curl = Command::new("curl");
@@ -141,7 +141,7 @@ fn a_socket_is_for_its_owner_and_goes() -> Result<()> {
             "{second:?}"
         );
         tool.signal(end)?;
-        let ended = tool.end()?;
+        let ended = tool.wait()?;
         // A memleak that is killed leaves its socket, which the next one replaces.
         let killed = end == Signal::SIGKILL;
         ensure!(ended.status.success() != killed, "{ended:?}");
@@ -261,7 +261,7 @@ fn an_address_in_use_is_told_before_the_trace() -> Result<()> {
     // The port is free again.
     let third = ["-p", &program.pid(), "--serve", &address, "600"];
     let mut third = Tool::start("memleak", &third)?;
-    third.wait_for("probes in")?;
+    third.wait_for_stderr("probes in")?;
     let ended = third.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     Ok(())
@@ -273,7 +273,7 @@ fn the_end_waits_for_no_client() -> Result<()> {
     let serve = format!("unix:{}", path.display());
     let program = Workload::start("alloc", &["hold"])?;
     let mut tool = Tool::start("memleak", &["-p", &program.pid(), "--serve", &serve, "600"])?;
-    tool.wait_for("probes in")?;
+    tool.wait_for_stderr("probes in")?;
     let connect = |path: &Path| UnixStream::connect(path).context("nobody serves");
     let hanging: Vec<UnixStream> = (0..10).map(|_| connect(&path)).collect::<Result<_>>()?;
     let mut waiting = connect(&path)?;
@@ -281,7 +281,7 @@ fn the_end_waits_for_no_client() -> Result<()> {
     thread::sleep(Duration::from_millis(500));
     let begun = Instant::now();
     tool.signal(Signal::SIGTERM)?;
-    let ended = tool.end()?;
+    let ended = tool.wait()?;
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(
         begun.elapsed() < Duration::from_secs(2),

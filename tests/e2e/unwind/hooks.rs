@@ -70,7 +70,7 @@ fn a_page_fault() -> Result<()> {
 fn a_mapping() -> Result<()> {
     let mut program = Workload::start("unwind", &["mmap", &COUNT.to_string()])?;
     let mut tool = Tool::start("mmapsnoop", &["-j", "--stack", "-p", &program.pid()])?;
-    tool.wait_for("tracing")?;
+    tool.wait_for_stderr("tracing")?;
     program.work()?;
     let ended = tool.interrupt()?;
     let expected = "leaf_mmap compare through_qsort with_alloca with_large_frame with_aligned_frame \
@@ -111,7 +111,7 @@ fn a_stall_in_reclaim() -> Result<()> {
     let mut program = Workload::spawn(command.stderr(file))?;
     let args = ["--memcg", "-j", "--stack", "-p", &program.pid()];
     let mut tool = Tool::start("drsnoop", &args)?;
-    tool.wait_for(live("drsnoop"))?;
+    tool.wait_for_stderr(live("drsnoop"))?;
     let own = own_stack(&program.work()?)?;
     let report = Report::read(&tool.interrupt()?)?;
     ensure!(report.stacks.len() >= 50, "{}", report.stacks.len());
@@ -144,7 +144,7 @@ fn killed(way: Option<&str>) -> Result<()> {
         Some(way) => Tool::start_by(way, "oomkill", &args)?,
         None => Tool::start("oomkill", &args)?,
     };
-    tool.wait_for(live("oomkill"))?;
+    tool.wait_for_stderr(live("oomkill"))?;
     let own = own_stack(&program.work()?)?;
     program.go()?;
     ensure!(program.wait()?.signal() == Some(9), "it was not killed");
@@ -158,9 +158,9 @@ fn pending_return_probes() -> Result<()> {
     let mut program = Workload::start("unwind", &["nested", &COUNT.to_string()])?;
     let pid = program.pid();
     let mut memleak = Tool::start("memleak", &["-p", &pid, "60"])?;
-    memleak.wait_for(live("memleak"))?;
+    memleak.wait_for_stderr(live("memleak"))?;
     let mut brkstack = Tool::start("brkstack", &["-j", "-p", &pid])?;
-    brkstack.wait_for(live("brkstack"))?;
+    brkstack.wait_for_stderr(live("brkstack"))?;
     let facts = program.work()?;
     let report = Report::read(&brkstack.interrupt()?)?;
     memleak.interrupt()?;

@@ -26,7 +26,7 @@ fn what_cannot_be_read_is_said_and_nothing_is_invented() -> Result<()> {
         "memleak",
         &[&each_block[..], &["-p", &program.pid(), "3600"]].concat(),
     )?;
-    tool.wait_for("allocator: ")?;
+    tool.wait_for_stderr("allocator: ")?;
     let facts = program.work()?;
     let report = Report::read(&tool.interrupt()?)?;
     let mut own = vec!["leaf"];

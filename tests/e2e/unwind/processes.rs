@@ -31,9 +31,9 @@ fn a_library_that_is_loaded_later() -> Result<()> {
     let mut program = Workload::start("unwind", &["plugin", &COUNT.to_string()])?;
     let pid = program.pid();
     let mut tool = Tool::start("memleak", &[&["-jv", "-p", &pid], &MALLOC[..]].concat())?;
-    tool.wait_for(live("memleak"))?;
+    tool.wait_for_stderr(live("memleak"))?;
     program.work()?;
-    tool.wait_for(&format!("unwind tables for process {pid}: 5 files"))?;
+    tool.wait_for_stderr(&format!("unwind tables for process {pid}: 5 files"))?;
     let own = own_stack(&program.work()?)?;
     let report = Report::read(&tool.interrupt()?)?;
     let (cut, complete): (Vec<_>, Vec<_>) = report.stacks.iter().partition(|entry| entry.truncated);
@@ -60,9 +60,9 @@ fn meet(name: &str, mode: &str) -> Result<(Tool, Workload, TempDir)> {
     let path = folder.path().join(name);
     harness::copy(&workload("unwind"), &path)?;
     let mut tool = Tool::start("brkstack", &["-jv", "-n", name])?;
-    tool.wait_for(live("brkstack"))?;
+    tool.wait_for_stderr(live("brkstack"))?;
     let program = Workload::spawn(Command::new(path).args([mode, &COUNT.to_string()]))?;
-    tool.wait_for(&format!(
+    tool.wait_for_stderr(&format!(
         "unwind tables for process {}: 4 files",
         program.pid()
     ))?;
@@ -73,7 +73,7 @@ fn meet(name: &str, mode: &str) -> Result<(Tool, Workload, TempDir)> {
 fn children_and_what_they_execute() -> Result<()> {
     let (tool, mut program, _folder) = meet("unwind-child", "fork")?;
     program.go()?;
-    program.ready()?;
+    program.wait_ready()?;
     program.work()?;
     let report = Report::read(&tool.interrupt()?)?;
     let calls = |of: &dyn Fn(&Entry) -> bool| -> u64 {
@@ -133,7 +133,7 @@ fn a_command_from_its_start() -> Result<()> {
     let command = format!("{} brk {COUNT}", workload("unwind").display());
     let mut tool = Command::new(harness::tool("brkstack"));
     tool.args(["-j", "-c", &command]).stdin(Stdio::null());
-    let ended = Tool::spawn(&mut tool)?.end()?;
+    let ended = Tool::spawn(&mut tool)?.wait()?;
     let report = Report::read(&ended)?;
     let own = ended
         .stdout
@@ -196,7 +196,7 @@ fn a_static_program_of_another_libc() -> Result<()> {
         "memleak",
         &[&["-j", "-p", &program.pid()], &MALLOC[..]].concat(),
     )?;
-    tool.wait_for(live("memleak"))?;
+    tool.wait_for_stderr(live("memleak"))?;
     program.work()?;
     let report = Report::read(&tool.interrupt()?)?;
     let entry = report.only(COUNT)?;

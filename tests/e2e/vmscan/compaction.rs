@@ -30,7 +30,7 @@ fn each_compaction_has_a_line() -> Result<()> {
     let recording = Recording::start("vmscan", &["compaction"], 0)?;
     let command = "sh -c 'echo 1 >/proc/sys/vm/compact_memory'";
     let begin = Instant::now();
-    let ended = start(&["--trace-compaction", "-j", "-c", command])?.end()?;
+    let ended = start(&["--trace-compaction", "-j", "-c", command])?.wait()?;
     let took = begin.elapsed().as_nanos() as u64;
     let trace = recording.read()?;
 
@@ -110,14 +110,14 @@ fn a_compaction_shows_the_zone_and_who_asked() -> Result<()> {
     let mut rows = 0;
     // In a zone that is in use, the free pages hardly ever stay the same, so this is repeated.
     harness::eventually("a zone is left as it was", || {
-        let ended = start(&["--trace-compaction", "-Kj", "-c", &command])?.end()?;
+        let ended = start(&["--trace-compaction", "-Kj", "-c", &command])?.wait()?;
         let objects = ended.objects()?;
         rows = objects.len();
         ensure!(rows > 0, "{ended:?}");
         Ok(rows_are_of_these_zones(&objects, &zones(&before)?, &zones(&after)?)? > 0)
     })?;
 
-    let ended = start(&["--trace-compaction", "-e", "-K", "-c", &command])?.end()?;
+    let ended = start(&["--trace-compaction", "-e", "-K", "-c", &command])?.wait()?;
     let line = Regex::new(
         r"SYNC    -        \d+ +\d+ +\d+ +\d+ +\d+\.\d{3} +\w+\n(    \S+\+0x[0-9a-f]+ \[kernel\]\n)+\n",
     )?;
@@ -232,7 +232,7 @@ fn fragmentation_is_the_kernels_own_index() -> Result<()> {
     // longer if earlier ones have failed. So the script asks as often as may be necessary.
     let script = "for i in $(seq 120); do echo 600 >/proc/sys/vm/nr_hugepages; done";
     let command = &format!("sh -c '{script}'");
-    let ended = start(&["--trace-compaction", "-j", "-c", command])?.end()?;
+    let ended = start(&["--trace-compaction", "-j", "-c", command])?.wait()?;
     let trace = recording.read()?;
     drop((recording, own));
 

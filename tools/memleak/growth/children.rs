@@ -9,7 +9,7 @@ use memtools::process::proc::Stat;
 /// Minimum time between two looks. The time is longer where a look takes long.
 const MIN_INTERVAL: Duration = Duration::from_millis(20);
 /// Minimum ratio of the time between two looks to the duration of a look.
-const SPARING: u32 = 50;
+const MIN_INTERVAL_RATIO: u32 = 50;
 
 /// The children of a process.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ impl Children {
     }
 
     /// Returns the time of the next look.
-    pub(super) fn next(&self) -> Instant {
+    pub(super) fn next_poll(&self) -> Instant {
         self.next
     }
 
@@ -49,7 +49,7 @@ impl Children {
         let faults = faults(self.pid);
         self.ended += u64::from(faults > self.faults);
         self.faults = faults.max(self.faults);
-        self.next = begin + MIN_INTERVAL.max(begin.elapsed() * SPARING);
+        self.next = begin + MIN_INTERVAL.max(begin.elapsed() * MIN_INTERVAL_RATIO);
     }
 
     /// Adds the children that are in the list now.

@@ -16,7 +16,7 @@ use memtools::heap::walk::Walked;
 use crate::verdict;
 
 /// Process at one moment: its image, heap and types of blocks.
-pub(super) struct Look {
+pub(super) struct HeapSnapshot {
     pub(super) image: Image,
     pub(super) heap: Heap,
     pub(super) names: Names,
@@ -25,9 +25,9 @@ pub(super) struct Look {
 }
 
 /// A block's address and size.
-pub(super) type BlockPlace = (u64, u64);
+pub(super) type BlockId = (u64, u64);
 
-impl Look {
+impl HeapSnapshot {
     /// Takes an image. Returns None if its heap makes no sense, such as that of a process whose threads are in the
     /// middle of malloc most of the time.
     ///
@@ -38,14 +38,14 @@ impl Look {
         let walked = Walked::take(request, "memleak")?;
         let resident = request.process.resident_bytes().unwrap_or(0);
         kept.extend(kernel::words(request.process.pid()));
-        if walked.nonsense().is_some() {
+        if walked.inconsistency().is_some() {
             return Ok(None);
         }
         verdict::expect_whole(&walked)?;
         let Walked {
             mut image, heap, ..
         } = walked;
-        image.kept = kept;
+        image.kernel_words = kept;
         let (heap, _) = pymalloc::with_pools(&image, heap);
         let names = verdict::types_of(request.process, &image, &heap);
         Ok(Some(Self {
@@ -58,7 +58,7 @@ impl Look {
 
     /// Returns the sums of the image as a point, which is at `seconds`.
     pub(super) fn point(&self, seconds: f64) -> Point {
-        let present = |range| self.image.present(range);
+        let present = |range| self.image.resident_bytes(range);
         let regions = self.heap.regions.iter().cloned();
         let heap_resident: u64 = regions.map(present).sum();
         let blocks = self.heap.blocks();
@@ -113,7 +113,7 @@ impl Look {
 ///
 /// # Errors
 /// If the process's mappings cannot be read.
-pub(super) fn lost(look: &Look, reach: &Reach) -> Result<Option<HashSet<BlockPlace>>> {
+pub(super) fn lost(look: &HeapSnapshot, reach: &Reach) -> Result<Option<HashSet<BlockId>>> {
     let lost = verdict::lost_blocks(&look.heap, reach);
     let is_known = lost.is_empty() || verdict::protected_bytes(&look.image)? == 0;
     Ok(is_known.then_some(lost))

@@ -170,7 +170,7 @@ fn types(study: &Study) -> Vec<TypeRow> {
             let (blocks, bytes) = lost.get(&number).copied().unwrap_or_default();
             Some(TypeRow {
                 kind: group.key.kind(),
-                name: text::shown(&group.key.describe()),
+                name: text::display_name(&group.key.describe()),
                 judgement: judged.judgement.name(),
                 first_blocks: first.blocks,
                 blocks: last.blocks,
@@ -281,7 +281,7 @@ impl Row for GrowthRow {
             pauses().sum::<f64>()
         )?;
         let blocks = self.points.last().map_or(0, |point| point.blocks);
-        let blocks = text::counted(blocks, "block");
+        let blocks = text::count_with_noun(blocks, "block");
         write!(
             out,
             "{}; coverage: {}: {blocks}",
@@ -289,7 +289,7 @@ impl Row for GrowthRow {
         )?;
         match self.images_left_out {
             0 => writeln!(out)?,
-            images => writeln!(out, "; {} left out", text::counted(images, "image"))?,
+            images => writeln!(out, "; {} left out", text::count_with_noun(images, "image"))?,
         }
         writeln!(
             out,

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 /// Maximum and minimum number of images.
-const MOST: u32 = 12;
+const MAX_IMAGES: u32 = 12;
 const LEAST: u32 = 4;
 /// Maximum part of the period for which the process may stand still.
-const STANDING: f64 = 0.01;
+const MAX_PAUSED_SHARE: f64 = 0.01;
 /// Maximum part of the period that it may take to look through images.
 const WORKING: f64 = 0.5;
 /// Width of the range in which an image comes early or late, as a part of the distance between images. So images do not
@@ -30,10 +30,10 @@ impl Schedule {
         let within = |part: f64, each: Duration| {
             period.as_secs_f64() * part / each.as_secs_f64().max(f64::MIN_POSITIVE)
         };
-        let images = within(STANDING, paused).min(within(WORKING, took));
+        let images = within(MAX_PAUSED_SHARE, paused).min(within(WORKING, took));
         Self {
             period,
-            images: images.clamp(f64::from(LEAST), f64::from(MOST)) as u32,
+            images: images.clamp(f64::from(LEAST), f64::from(MAX_IMAGES)) as u32,
         }
     }
 

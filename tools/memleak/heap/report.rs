@@ -19,7 +19,7 @@ use super::jemalloc::Jemalloc;
 use crate::rows::ProcessName;
 
 /// Bytes of free memory below which a heap does not count as fragmented.
-const NEWS: u64 = 4 << 20;
+const MIN_FREE_BYTES: u64 = 4 << 20;
 
 /// Memory of a process, by use.
 #[derive(Debug, Serialize)]
@@ -121,13 +121,15 @@ impl HeapRow {
             jemalloc,
             ..
         } = walked;
-        let (coverage, coverage_note) = told(&heap.coverage);
+        let (coverage, coverage_note) = describe_coverage(&heap.coverage);
         let usage = glibc
             .as_ref()
             .map(|walk| (walk, HeapUsage::of(image, walk)));
         let regions = heap.regions.iter();
         let heap_bytes = regions.clone().map(|range| range.end - range.start).sum();
-        let heap_resident_bytes = regions.map(|range| image.present(range.clone())).sum();
+        let heap_resident_bytes = regions
+            .map(|range| image.resident_bytes(range.clone()))
+            .sum();
         let mut row = Self {
             r#type: "heap",
             process,
@@ -165,7 +167,7 @@ impl HeapRow {
             size_classes: Vec::new(),
             left_out: (0, 0),
         };
-        row.place(image, mappings);
+        row.add_mappings(image, mappings);
         if let Some(jemalloc) = &row.jemalloc {
             row.verdict = verdict(jemalloc.is_fragmented());
         }
@@ -194,7 +196,7 @@ impl HeapRow {
 
     /// Adds each mapping to the sum of its kind. The heap is subtracted from the other private memory, which includes
     /// it.
-    fn place(&mut self, image: &Image, mappings: &[MappedMemory]) {
+    fn add_mappings(&mut self, image: &Image, mappings: &[MappedMemory]) {
         let stacks: HashSet<u64> = image
             .threads
             .iter()
@@ -226,7 +228,7 @@ impl HeapRow {
 }
 
 /// Returns how much of the heap was walked, and why not all of it.
-pub(super) fn told(coverage: &Coverage) -> (&'static str, Option<String>) {
+pub(super) fn describe_coverage(coverage: &Coverage) -> (&'static str, Option<String>) {
     match coverage {
         Coverage::Complete => ("complete", None),
         Coverage::Incomplete { why, .. } => ("incomplete", Some(why.clone())),
@@ -259,7 +261,7 @@ impl HeapSums {
 
 /// Whether at least half of a heap's resident memory, and not little, is free.
 pub(super) fn is_fragmented(free: u64, resident: u64) -> bool {
-    free >= NEWS && free * 2 >= resident
+    free >= MIN_FREE_BYTES && free * 2 >= resident
 }
 
 /// Returns the cause of the heap's size, as a word for programs.
@@ -358,12 +360,12 @@ impl HeapRow {
             (None, Some(heap)) => writeln!(
                 out,
                 "coverage: complete: {}, {}, {}",
-                text::counted(self.blocks, "block"),
-                text::counted((self.arenas.len() + self.left_out.0) as u64, "arena"),
-                text::counted(heap.mmapped.count, "mmapped chunk"),
+                text::count_with_noun(self.blocks, "block"),
+                text::count_with_noun((self.arenas.len() + self.left_out.0) as u64, "arena"),
+                text::count_with_noun(heap.mmapped.count, "mmapped chunk"),
             )?,
             (None, None) => {
-                let blocks = text::counted(self.blocks, "block");
+                let blocks = text::count_with_noun(self.blocks, "block");
                 writeln!(out, "coverage: {}: {blocks}", self.coverage)?
             }
         }
@@ -474,6 +476,6 @@ pub(super) fn more(out: &mut dyn Write, left_out: usize, thing: &str) -> io::Res
     if left_out == 0 {
         return Ok(());
     }
-    let things = text::counted(left_out as u64, thing);
+    let things = text::count_with_noun(left_out as u64, thing);
     writeln!(out, "{:>12} {things} more (-T shows more)", "...")
 }

@@ -87,7 +87,7 @@ fn rows(
     top: usize,
 ) -> (TypesRow, Vec<TypeRow>) {
     let mut types = by_type(heap, names);
-    let (coverage, coverage_note) = report::told(&heap.coverage);
+    let (coverage, coverage_note) = report::describe_coverage(&heap.coverage);
     let named = |sum: fn(&TypeRow) -> u64| {
         let named = types.iter().filter(|row| row.kind != "unnamed");
         named.map(sum).sum()
@@ -104,7 +104,7 @@ fn rows(
         named_bytes: named(|row| row.size_bytes),
         python_pools: pools.pools,
         python_blocks: pools.blocks,
-        python_pools_unread: pools.strange,
+        python_pools_unread: pools.inconsistent,
         types: types.len(),
         types_shown: types.len().min(top),
         names_cut: names.cut,
@@ -118,7 +118,7 @@ fn rows(
 fn by_type(heap: &Heap, names: &Names) -> Vec<TypeRow> {
     let mut sums: BTreeMap<(Option<usize>, u64), (u64, u64)> = BTreeMap::new();
     for (number, block) in heap.blocks().iter().enumerate() {
-        let key = match names.number(number) {
+        let key = match names.type_index(number) {
             Some(number) => (Some(number), 0),
             None => (None, size_class(block.size)),
         };
@@ -132,7 +132,7 @@ fn by_type(heap: &Heap, names: &Names) -> Vec<TypeRow> {
         TypeRow {
             r#type: "block_type",
             kind: of.map_or("unnamed", |of| of.kind.name()),
-            name: of.map_or_else(|| size_range(limit), |of| text::shown(&of.name)),
+            name: of.map_or_else(|| size_range(limit), |of| text::display_name(&of.name)),
             blocks,
             size_bytes,
             share_percent: (size_bytes as f64 / all * 1000.0).round() / 10.0,
@@ -167,7 +167,7 @@ impl Row for TypesRow {
             out,
             "types of blocks in {comm} (pid {pid}){inside}, which stood still for {pause:.1} ms"
         )?;
-        let blocks = text::counted(self.blocks, "block");
+        let blocks = text::count_with_noun(self.blocks, "block");
         write!(
             out,
             "coverage: {}: {blocks}, {}",
@@ -180,11 +180,18 @@ impl Row for TypesRow {
         }
         if self.python_pools > 0 {
             let (pools, blocks) = (self.python_pools, self.python_blocks);
-            let (pools, blocks) = (text::counted(pools, "pool"), text::counted(blocks, "block"));
+            let (pools, blocks) = (
+                text::count_with_noun(pools, "pool"),
+                text::count_with_noun(blocks, "block"),
+            );
             write!(out, "of these {blocks} in {pools} of CPython")?;
             match self.python_pools_unread {
                 0 => writeln!(out)?,
-                unread => writeln!(out, "; {} make no sense", text::counted(unread, "pool"))?,
+                unread => writeln!(
+                    out,
+                    "; {} make no sense",
+                    text::count_with_noun(unread, "pool")
+                )?,
             }
         }
         let percent = |part: u64, all: u64| part as f64 / all.max(1) as f64 * 100.0;
@@ -194,7 +201,7 @@ impl Row for TypesRow {
             percent(self.named_blocks, self.blocks),
             percent(self.named_bytes, self.size_bytes),
             text::grouped(self.types_shown as u64),
-            text::counted(self.types as u64, "type"),
+            text::count_with_noun(self.types as u64, "type"),
         )?;
         if self.names_cut {
             writeln!(out, "names were too many: some blocks are unnamed for that")?;

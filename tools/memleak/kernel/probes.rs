@@ -187,7 +187,7 @@ impl Attached {
             program.autoload() && loses_if_skipped(&program.name().to_string_lossy())
         };
         let programs = self.skel.object().progs().filter(loses);
-        let losses = Losses::counted(self.skel.object())?.and_runs(programs)?;
+        let losses = Losses::counted(self.skel.object())?.with_skipped_runs(programs)?;
         Ok(Losses {
             runs: losses.runs.saturating_sub(self.harmless_skips()?),
             ..losses
@@ -292,13 +292,13 @@ fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<P
     options.tells_percpu_bytes = tells_bytes.into();
 
     let blocks = blocks(args)?;
-    map_create::size(&mut open.maps.blocks, blocks)?;
+    map_create::set_capacity(&mut open.maps.blocks, blocks)?;
     let totals = if args.combined_only {
         args.stack_storage_size.unwrap_or(DEFAULT_TOTALS)
     } else {
         1
     };
-    map_create::size(&mut open.maps.totals, totals)?;
+    map_create::set_capacity(&mut open.maps.totals, totals)?;
     Ok(open)
 }
 

@@ -16,14 +16,14 @@ const OVERFLOW_STEPS: [(u32, u32); 2] = [(1 << 17, 32), (1 << 20, 4)];
 
 /// Sizes of the maps for live blocks.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct BlockRoom {
+pub(super) struct BlockMapSizes {
     /// Buckets of the table.
     pub(super) buckets: u32,
     /// Capacities of the overflow maps, in blocks. These maps take the blocks for which the table has no space.
     pub(super) overflow: Vec<u32>,
 }
 
-impl BlockRoom {
+impl BlockMapSizes {
     pub(super) fn with_table(args: &Args) -> Result<Self, UsageError> {
         let Some(blocks) = args.max_allocs else {
             let bytes = args.bytes_for_blocks();
@@ -89,12 +89,12 @@ mod tests {
 
     const MORE_OVERFLOW: usize = live_layout::MORE_OVERFLOW.0 as usize;
 
-    fn room(args: &[&str]) -> Result<BlockRoom> {
+    fn room(args: &[&str]) -> Result<BlockMapSizes> {
         let args = [&["memleak", "-p", "1"], args].concat();
-        Ok(BlockRoom::with_table(&Args::try_parse_from(args)?)?)
+        Ok(BlockMapSizes::with_table(&Args::try_parse_from(args)?)?)
     }
 
-    fn overflow_bytes(room: &BlockRoom) -> u64 {
+    fn overflow_bytes(room: &BlockMapSizes) -> u64 {
         let blocks: u64 = room.overflow.iter().copied().map(u64::from).sum();
         blocks * OVERFLOW_BLOCK_BYTES
     }
@@ -129,7 +129,7 @@ mod tests {
             );
             assert_eq!(default.overflow.len(), 1 + MORE_OVERFLOW);
         }
-        let smallest = BlockRoom {
+        let smallest = BlockMapSizes {
             buckets: 1,
             overflow: vec![1],
         };
@@ -142,7 +142,7 @@ mod tests {
     fn memory_is_limited_without_the_table_too() {
         let overflow = |options: &[&str]| {
             let args = [&["memleak", "-p", "1"], options].concat();
-            let room = BlockRoom::without_table(&Args::try_parse_from(args).expect("valid"));
+            let room = BlockMapSizes::without_table(&Args::try_parse_from(args).expect("valid"));
             room.map(|room| room.overflow)
         };
         let of = |blocks| overflow(&["--mem-limit", "1M", "--max-allocs", blocks]);

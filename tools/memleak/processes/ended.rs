@@ -4,14 +4,14 @@
 use std::collections::HashMap;
 
 use crate::sampling::{Error, Sampling};
-use crate::sums::{self, Allocation, Path, Total, Totals};
+use crate::sums::{self, Allocation, StackKey, Total, Totals};
 
 /// Maximum number of paths that are kept apart. Of more, those with the least bytes are counted together.
 const MAX_PATHS: usize = 1 << 16;
 
 /// Ends of a process's address spaces, by exec or exit, in their order.
 #[derive(Debug, Default)]
-pub(crate) struct Ends(Vec<(u64, End)>);
+pub(crate) struct AddressSpaceEnds(Vec<(u64, End)>);
 
 /// Way in which a process's address space has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub(crate) enum Fate {
     Gone,
 }
 
-impl Ends {
+impl AddressSpaceEnds {
     pub(crate) fn add(&mut self, time_ns: u64, end: End) {
         self.0.push((time_ns, end));
     }
@@ -51,14 +51,14 @@ impl Ends {
 
 /// Allocations that all exited processes have left, by path.
 #[derive(Debug, Default)]
-pub(crate) struct Ended {
+pub(crate) struct ExitedTotals {
     totals: Totals,
-    errors: HashMap<Path, Error>,
+    errors: HashMap<StackKey, Error>,
     /// Sum of the paths that are not kept apart any more.
     rest: Total,
 }
 
-impl Ended {
+impl ExitedTotals {
     /// Adds blocks of exited processes.
     pub(crate) fn add(&mut self, left: &[Allocation], sampling: Option<Sampling>) {
         match sampling {
@@ -77,7 +77,11 @@ impl Ended {
     }
 
     /// Adds what exited processes have left to the totals of live memory.
-    pub(crate) fn add_to(&self, totals: &mut Totals, errors: Option<&mut HashMap<Path, Error>>) {
+    pub(crate) fn add_to(
+        &self,
+        totals: &mut Totals,
+        errors: Option<&mut HashMap<StackKey, Error>>,
+    ) {
         add_all(totals, &self.totals);
         if let Some(errors) = errors {
             for (path, error) in &self.errors {
@@ -131,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_block_goes_with_the_first_end_after_it() {
-        let mut ends = Ends::default();
+        let mut ends = AddressSpaceEnds::default();
         assert_eq!(ends.fate(0), Fate::Live);
         // One process exits; another one gets its number, calls exec, and exits.
         for (time_ns, end) in [(10, End::Exit), (20, End::Exec), (30, End::Exit)] {
@@ -158,7 +162,7 @@ mod tests {
     #[test]
     fn what_many_have_left_is_all_counted() {
         const PROCESSES: u32 = 100_003;
-        let mut ended = Ended::default();
+        let mut ended = ExitedTotals::default();
         let mut bytes = 0;
         for pid in 1..=PROCESSES {
             ended.add(&[block(pid, pid.into())], None);
@@ -167,7 +171,7 @@ mod tests {
         let mut totals = Totals::new();
         ended.add_to(&mut totals, None);
         assert!(totals.len() <= MAX_PATHS);
-        let largest = Path {
+        let largest = StackKey {
             pid: PROCESSES,
             stack: 1,
         };

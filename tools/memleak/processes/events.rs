@@ -12,10 +12,10 @@ use super::regions::Regions;
 use super::signature::Signature;
 use super::{Processes, allocations_of};
 use crate::args::Mode;
-use crate::rows::{Call, Freed, Step};
+use crate::rows::{Call, DoubleFree, Step};
 use crate::sampling::Sampling;
 use crate::source::Source;
-use crate::sums::Path;
+use crate::sums::StackKey;
 
 /// Maximum number of stacks of mappings that are remembered.
 const MAX_PATHS: usize = 1 << 16;
@@ -57,7 +57,7 @@ impl Processes<'_> {
             ..
         } = event;
         let is_map = event.kind == Kind::EVENT_MAP;
-        let by_free = is_map && self.is_mapped_by_free(Path { pid, stack })?;
+        let by_free = is_map && self.is_mapped_by_free(StackKey { pid, stack })?;
         let page_bytes = self.page_bytes;
         let regions = self
             .regions
@@ -69,7 +69,7 @@ impl Processes<'_> {
                 Some(Step::AllocExited)
             }
             Kind::EVENT_MAP if self.args.mode == Mode::Alloc => {
-                let total = self.mapped.entry(Path { pid, stack }).or_default();
+                let total = self.mapped.entry(StackKey { pid, stack }).or_default();
                 total.bytes += size;
                 total.allocations += 1;
                 Some(Step::AllocExited)
@@ -120,14 +120,14 @@ impl Processes<'_> {
     /// Whether memory was mapped within a function that frees. Such memory is the allocator's own: if a thread's first
     /// call is free(), glibc makes an arena for the thread. Memory that was mapped within a function that allocates is
     /// known to the BPF programs, by the function's return.
-    fn is_mapped_by_free(&mut self, path: Path) -> Result<bool> {
+    fn is_mapped_by_free(&mut self, path: StackKey) -> Result<bool> {
         /// Maximum number of frames from mmap() to free().
         const INNERMOST: usize = 8;
         if let Some(&known) = self.mapped_by_free.get(&path) {
             return Ok(known);
         }
         self.symbolizer.refresh();
-        let stack = self.named(path)?;
+        let stack = self.symbolize(path)?;
         let frees = |frame: &Frame| {
             let shown = frame.symbol.as_ref().map(|(name, _)| name.as_str());
             let name = frame.mangled.as_deref().or(shown);
@@ -151,23 +151,26 @@ impl Processes<'_> {
         {
             let mut left = allocations_of(pid, &regions);
             left.retain(|region| region.time_ns.saturating_add(self.older_at_end()) <= time_ns);
-            self.ended.add(&left, Sampling::of(self.args));
+            self.exited_totals.add(&left, Sampling::of(self.args));
         }
-        self.ends.entry(pid).or_default().add(time_ns, end);
+        self.address_space_ends
+            .entry(pid)
+            .or_default()
+            .add(time_ns, end);
     }
 
     /// Prints each stack that has freed a block twice, once. The report has the count.
     fn freed_twice(&mut self, event: &event, output: &mut Output) -> Result<()> {
-        let path = Path {
+        let path = StackKey {
             pid: event.pid,
             stack: event.stack,
         };
-        if !self.told_of.insert(path) {
+        if !self.reported_double_frees.insert(path) {
             return Ok(());
         }
         self.symbolizer.refresh();
-        let stack = self.named(path)?;
-        let freed = Freed {
+        let stack = self.symbolize(path)?;
+        let freed = DoubleFree {
             time: self.clock.local(event.time_ns),
             process: Some(self.names.at_event(event.pid, None, event.cgroup)),
             address: event.address,

@@ -13,7 +13,7 @@ use memtools::bpf::map_mmap::MappedArray;
 use memtools::bpf::types;
 
 use super::bpf::types::{block, block_bucket, live_block, live_key, live_layout};
-use super::ended::{Ends, Fate};
+use super::ended::{AddressSpaceEnds, Fate};
 use super::probes::Attached;
 use crate::sums::Allocation;
 
@@ -33,7 +33,7 @@ pub(crate) struct LiveBlocks<'a> {
     /// Capacity of each overflow map in blocks, first `first`, then those in `more`, whether they exist yet or not.
     rooms: Vec<u32>,
     /// Number of blocks that were removed from the overflow maps here, which the BPF programs do not count.
-    dropped: u64,
+    removed: u64,
 }
 
 impl<'a> LiveBlocks<'a> {
@@ -45,19 +45,19 @@ impl<'a> LiveBlocks<'a> {
             more: &maps.more_overflow,
             added: Vec::new(),
             rooms: attached.overflow.clone(),
-            dropped: 0,
+            removed: 0,
         }
     }
 
     /// Adds the next overflow map if those that exist are half full. `blocks` is the number of blocks in them, as the
     /// BPF programs count. Returns the capacity of the added map.
-    pub(crate) fn make_room(&mut self, blocks: u64) -> Result<Option<u32>> {
+    pub(crate) fn grow(&mut self, blocks: u64) -> Result<Option<u32>> {
         let made = 1 + self.added.len();
         let room: u64 = self.rooms.iter().take(made).copied().map(u64::from).sum();
         let Some(&next) = self.rooms.get(made) else {
             return Ok(None);
         };
-        if blocks.saturating_sub(self.dropped) < room / 2 {
+        if blocks.saturating_sub(self.removed) < room / 2 {
             return Ok(None);
         }
         let sizes = (size_of::<live_key>(), size_of::<live_block>());
@@ -66,7 +66,7 @@ impl<'a> LiveBlocks<'a> {
             "overflow",
             sizes,
             next,
-            map_create::as_needed(),
+            map_create::no_prealloc_flag(),
         )
         .context("no room for more blocks; lower --mem-limit")?;
         let number = self.added.len() as u32;
@@ -85,7 +85,7 @@ impl<'a> LiveBlocks<'a> {
     /// processes left are returned only if they were at least `older_ns` old at the exit.
     pub(crate) fn read(
         &mut self,
-        ends: &HashMap<u32, Ends>,
+        ends: &HashMap<u32, AddressSpaceEnds>,
         older_ns: u64,
     ) -> Result<(Vec<Allocation>, Vec<Allocation>)> {
         let mut sorted = Sorted {
@@ -122,7 +122,7 @@ impl<'a> LiveBlocks<'a> {
                 match sorted.fate(&allocation) {
                     Fate::Live => sorted.live.push(allocation),
                     fate => {
-                        table.replace(bucket, address_offset(slot), block.address, 0)?;
+                        table.compare_exchange(bucket, address_offset(slot), block.address, 0)?;
                         sorted.leave(allocation, fate);
                     }
                 }
@@ -159,7 +159,7 @@ impl<'a> LiveBlocks<'a> {
                 // The BPF programs do not remove blocks of ended address spaces.
                 map.delete(types::bytes_of(&key))
                     .context("failed to drop the blocks of an exited process")?;
-                self.dropped += 1;
+                self.removed += 1;
                 sorted.leave(block, sorted.fate(&block));
             }
             sorted.live = map_batch::join(mem::take(&mut sorted.live), read);
@@ -170,7 +170,7 @@ impl<'a> LiveBlocks<'a> {
 
 /// Blocks by the fate of their processes' memory.
 struct Sorted<'a> {
-    ends: &'a HashMap<u32, Ends>,
+    ends: &'a HashMap<u32, AddressSpaceEnds>,
     /// Minimum age of a block at its process's exit, in nanoseconds, to count as left.
     older_ns: u64,
     live: Vec<Allocation>,

@@ -8,12 +8,12 @@ use libbpf_rs::{MapCore, MapFlags, ProgramAttachType};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::process::container;
-use memtools::stacks::unwind::{self, Early, UnwindParts, Unwinder};
+use memtools::stacks::unwind::{self, EarlyTables, UnwindParts, Unwinder};
 
 use super::allocators;
-use super::block_room::BlockRoom;
+use super::block_room::BlockMapSizes;
 use super::bpf::{self, Loaded, Prepared};
-use super::probes::{Attached, Started, Way};
+use super::probes::{AttachMode, Attached, Started};
 use super::signature::Signature;
 use super::stopped;
 use super::target::Targets;
@@ -34,18 +34,18 @@ const MAPPING_EVENT_BYTES: u32 = 1 << 20;
 const LOOKED_AT: u32 = 4096;
 
 /// Loads the BPF programs that are wanted, and attaches those that every way needs.
-pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
+pub(super) fn load(way: AttachMode, target: &Targets, args: &Args) -> Result<Started> {
     let room = match way {
-        Way::Plain => BlockRoom::without_table(args)?,
-        _ => BlockRoom::with_table(args)?,
+        AttachMode::Plain => BlockMapSizes::without_table(args)?,
+        _ => BlockMapSizes::with_table(args)?,
     };
     let signatures = signatures(target);
     let mut open = open(&signatures, &room, way, target, args)?;
     choose_programs(&mut open, signatures.len(), way, target, args);
     let whose = target.whose_tables(args);
-    let early = Early::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
+    let early = EarlyTables::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
     let skel = open.load()?;
-    if way == Way::Plain {
+    if way == AttachMode::Plain {
         share_plain_work(&skel)?;
     }
     let progs = &skel.progs;
@@ -84,7 +84,7 @@ pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
 fn choose_programs(
     open: &mut Prepared<'_>,
     signatures: usize,
-    way: Way,
+    way: AttachMode,
     target: &Targets,
     args: &Args,
 ) {
@@ -95,15 +95,15 @@ fn choose_programs(
     let programs = &mut open.progs;
     if args.python_objects {
         match way {
-            Way::Plain => programs.plain_slot.set_autoload(true),
+            AttachMode::Plain => programs.plain_slot.set_autoload(true),
             _ => programs.cookie_slot.set_autoload(true),
         }
-        if matches!(way, Way::Session | Way::Multi) {
+        if matches!(way, AttachMode::Session | AttachMode::Multi) {
             let slot = &mut programs.cookie_slot;
             slot.set_attach_type(ProgramAttachType::TraceUprobeMulti);
         }
     }
-    if way == Way::Multi {
+    if way == AttachMode::Multi {
         programs.trial.set_autoload(true);
         for program in [&mut programs.cookie_entry, &mut programs.cookie_return] {
             program.set_attach_type(ProgramAttachType::TraceUprobeMulti);
@@ -135,11 +135,13 @@ fn choose_programs(
 }
 
 /// Whether the BPF program with this name sees calls, of functions with so many signatures.
-fn sees_calls(way: Way, signatures: usize, program: &str) -> bool {
+fn sees_calls(way: AttachMode, signatures: usize, program: &str) -> bool {
     match way {
-        Way::Session => program == "session_call",
-        Way::Multi | Way::Cookies => ["cookie_entry", "cookie_return"].contains(&program),
-        Way::Plain => match program.strip_prefix("entry_").map(str::parse) {
+        AttachMode::Session => program == "session_call",
+        AttachMode::Multi | AttachMode::Cookies => {
+            ["cookie_entry", "cookie_return"].contains(&program)
+        }
+        AttachMode::Plain => match program.strip_prefix("entry_").map(str::parse) {
             Some(Ok::<usize, _>(number)) => number < signatures,
             _ => ["plain_entry", "any_return"].contains(&program),
         },
@@ -149,14 +151,14 @@ fn sees_calls(way: Way, signatures: usize, program: &str) -> bool {
 /// Opens the skeleton and sets its options, before it is loaded.
 fn open<'target>(
     signatures: &[Signature],
-    room: &BlockRoom,
-    way: Way,
+    room: &BlockMapSizes,
+    way: AttachMode,
     target: &'target Targets,
     args: &Args,
 ) -> Result<Prepared<'target>> {
     let mut open = bpf::prepare(&target.filter, args.stack_room(), args.unwind)?;
-    let wants_homes = args.containers.wanted(args.json);
-    let with_cgroups = container::prepare(wants_homes, &mut open.maps.cgroup_paths)?;
+    let wants_cgroups = args.containers.wanted(args.json);
+    let with_cgroups = container::prepare(wants_cgroups, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_cgroups = with_cgroups;
     options.min_size = args.min_size;
@@ -169,7 +171,8 @@ fn open<'target>(
     options.trace_calls = args.trace.into();
     // Without a return probe, only a walk by unwind tables can tell that a call goes on.
     let has_tables = args.unwind.mode != unwind::Mode::Fp;
-    options.skips_returns = (way == Way::Session && !args.records_all() && has_tables).into();
+    options.skips_returns =
+        (way == AttachMode::Session && !args.records_all() && has_tables).into();
     options.keep_totals = (args.combined_only || args.mode == Mode::Peak).into();
     options.count_unknown_frees = args.extended.into();
     options.follow_peak = (args.mode == Mode::Peak).into();
@@ -189,10 +192,10 @@ fn open<'target>(
     }
 
     let maps = &mut open.maps;
-    map_create::size(&mut maps.table, room.buckets)?;
-    map_create::size(&mut maps.overflow, *first)?;
+    map_create::set_capacity(&mut maps.table, room.buckets)?;
+    map_create::set_capacity(&mut maps.overflow, *first)?;
     if args.children && target.is_command {
-        map_create::size(&mut maps.unwind_looked, LOOKED_AT)?;
+        map_create::set_capacity(&mut maps.unwind_looked, LOOKED_AT)?;
     }
     // The kernel makes entries as they are needed, but all buckets at once.
     let by_stack = |wanted| {
@@ -200,10 +203,10 @@ fn open<'target>(
         if wanted { most } else { 1 }
     };
     let totals = by_stack(args.mode != Mode::Leak || args.combined_only);
-    map_create::size(&mut maps.totals, totals)?;
-    map_create::size(&mut maps.unknown_frees, by_stack(args.extended))?;
+    map_create::set_capacity(&mut maps.totals, totals)?;
+    map_create::set_capacity(&mut maps.unknown_frees, by_stack(args.extended))?;
     if !args.trace {
-        map_create::size(&mut maps.events, MAPPING_EVENT_BYTES)?;
+        map_create::set_capacity(&mut maps.events, MAPPING_EVENT_BYTES)?;
     }
     Ok(open)
 }

@@ -27,12 +27,12 @@ pub(crate) const AFTER_EXEC: Duration = Duration::from_millis(5);
 const TOO_LATE: &str = "met when it was loaded already: what it allocated until then is not known";
 /// Time after which an allocator that was just probed is said to have allocated before. Until then, its process may be
 /// about to be stopped for the file, and has not allocated by it yet.
-const DOUBT: Duration = Duration::from_millis(100);
+const LATE_PROBE_DELAY: Duration = Duration::from_millis(100);
 
 /// Files that processes execute code from.
-pub(crate) struct Loaded {
+pub(crate) struct LoadedFiles {
     /// Files that were searched, by the process that they are probed in.
-    looked_through: HashMap<i32, HashSet<(u64, u64)>>,
+    searched_files: HashMap<i32, HashSet<(u64, u64)>>,
     /// Files that were searched, by process and by the symbolizer's number, which is known without opening the file.
     seen: HashSet<(u32, u32)>,
     /// Files that the command, or what it started, had mapped when it was stopped.
@@ -44,7 +44,7 @@ pub(crate) struct Loaded {
     shared: Vec<ProbedFile>,
 }
 
-impl Loaded {
+impl LoadedFiles {
     pub(crate) fn new(target: &Targets) -> Self {
         let mut looked_through: HashMap<_, HashSet<_>> = HashMap::new();
         for traced in &target.processes {
@@ -53,7 +53,7 @@ impl Loaded {
             known.extend(&traced.looked_through);
         }
         Self {
-            looked_through,
+            searched_files: looked_through,
             seen: HashSet::new(),
             seen_stopped: HashSet::new(),
             late: Vec::new(),
@@ -64,25 +64,25 @@ impl Loaded {
 
     /// Probes what processes have newly loaded. Prints what was found once it is clear whether that was in time, or why
     /// it cannot be probed.
-    pub(crate) fn look(
+    pub(crate) fn probe_new_files(
         &mut self,
         files: Vec<(u32, Rc<CodeFile>)>,
         target: &Targets,
         attached: &Attached,
         args: &Args,
     ) {
-        self.tell_late(DOUBT);
+        self.tell_late(LATE_PROBE_DELAY);
         for (of, file) in files {
             let key = (of, file.number);
             if self.seen.contains(&key)
-                || !target.has(of, args)
+                || !target.traces(of, args)
                 || target.is_command && is_stopped(of)
             {
                 continue;
             }
             self.seen.insert(key);
             let pid = target.probed_in(of);
-            let known = self.looked_through.entry(pid).or_default();
+            let known = self.searched_files.entry(pid).or_default();
             let Some(file) = file.open() else { continue };
             let Some(identity) = file.identity().ok().filter(|&new| known.insert(new)) else {
                 continue;
@@ -96,7 +96,7 @@ impl Loaded {
                     found: format!("{} ({})", object.found(), attached.how),
                 }),
                 Err(error) => {
-                    objects::tell_once(&format!("{} is not traced: {error:#}", file.module()))
+                    objects::warn_once(&format!("{} is not traced: {error:#}", file.module()))
                 }
             }
         }
@@ -125,7 +125,7 @@ impl Loaded {
         let mut names = code.iter().map(|code| code.path.as_path());
         if target.is_named(pid) {
             objects::expect_no_translator(&process, names)?;
-        } else if translator::among(&mut names).is_some() {
+        } else if translator::find_in(&mut names).is_some() {
             // If the translator reads a file that is probed, the trace is about to end: read_by().
             return Ok(());
         }
@@ -138,7 +138,7 @@ impl Loaded {
             let Ok(file) = MappedFile::open(pid, mapping) else {
                 continue;
             };
-            let known = self.looked_through.entry(probed_in).or_default();
+            let known = self.searched_files.entry(probed_in).or_default();
             let Ok(identity) = file.identity() else {
                 continue;
             };
@@ -159,7 +159,7 @@ impl Loaded {
                     }
                 }
                 Err(error) => {
-                    objects::tell_once(&format!("{} is not traced: {error:#}", file.module()));
+                    objects::warn_once(&format!("{} is not traced: {error:#}", file.module()));
                 }
             }
         }
@@ -203,11 +203,11 @@ impl Loaded {
         args: &Args,
     ) {
         for (pid, file) in files {
-            if self.seen.contains(&(pid, file.number)) || !target.has(pid, args) {
+            if self.seen.contains(&(pid, file.number)) || !target.traces(pid, args) {
                 continue;
             }
             let known = self
-                .looked_through
+                .searched_files
                 .entry(target.probed_in(pid))
                 .or_default();
             let Some(file) = file.open() else { continue };
@@ -242,7 +242,10 @@ impl Loaded {
     }
 
     /// Returns a message if one of these translators reads a file that is probed in every process.
-    pub(crate) fn read_by(&self, translators: impl Iterator<Item = u32>) -> Option<String> {
+    pub(crate) fn find_translator_conflict(
+        &self,
+        translators: impl Iterator<Item = u32>,
+    ) -> Option<String> {
         read_by_translator(&self.shared, translators)
     }
 }

@@ -2,32 +2,32 @@
 
 use std::collections::HashMap;
 
-use memtools::process::container::{Home, Homes};
+use memtools::process::container::{CgroupInfo, CgroupResolver};
 use memtools::process::proc::Process;
 
 use crate::rows::ProcessName;
 
 /// Names of the processes that are traced, or were traced.
 pub(super) struct Names<'a> {
-    known: HashMap<u32, Known>,
+    known: HashMap<u32, ProcessInfo>,
     /// Cgroups that the BPF programs met. None if cgroups are not wanted.
-    homes: Option<Homes<'a>>,
+    cgroup_resolver: Option<CgroupResolver<'a>>,
     /// Whether text output names the container.
     container: bool,
 }
 
 /// Name and cgroup of a process.
 #[derive(Default)]
-struct Known {
+struct ProcessInfo {
     comm: String,
     /// Cgroup at the process's last exec or exit, by the kernel's id. 0 before these.
     cgroup: u64,
     has_exited: bool,
     /// Cgroup in which the process was found for the current report.
-    home: Option<Home>,
+    cgroup_info: Option<CgroupInfo>,
 }
 
-impl Known {
+impl ProcessInfo {
     /// Returns the entry of a process, and makes one if there is none.
     fn of(known: &mut HashMap<u32, Self>, pid: u32) -> &mut Self {
         known.entry(pid).or_insert_with(|| Self::running(pid))
@@ -43,10 +43,10 @@ impl Known {
 
     /// Returns the cgroup of a process: the current one of a running process, else the one in which the process was
     /// last seen.
-    fn find(&self, pid: u32, homes: &mut Homes<'_>) -> Home {
-        let now = || Some(Home::of_process(pid)).filter(|home| !home.gone);
+    fn find(&self, pid: u32, cgroup_resolver: &mut CgroupResolver<'_>) -> CgroupInfo {
+        let now = || Some(CgroupInfo::of_process(pid)).filter(|cgroup_info| !cgroup_info.gone);
         let running = if self.has_exited { None } else { now() };
-        running.unwrap_or_else(|| homes.of(self.cgroup))
+        running.unwrap_or_else(|| cgroup_resolver.of(self.cgroup))
     }
 }
 
@@ -54,19 +54,19 @@ impl<'a> Names<'a> {
     /// Begins with these running processes.
     pub(super) fn of<'p>(
         processes: impl Iterator<Item = &'p Process>,
-        homes: Option<Homes<'a>>,
+        cgroup_resolver: Option<CgroupResolver<'a>>,
         container: bool,
     ) -> Self {
         let known = processes.map(|process| {
-            let known = Known {
+            let known = ProcessInfo {
                 comm: process.comm(),
-                ..Known::default()
+                ..ProcessInfo::default()
             };
             (process.pid(), known)
         });
         Self {
             known: known.collect(),
-            homes,
+            cgroup_resolver,
             container,
         }
     }
@@ -78,31 +78,31 @@ impl<'a> Names<'a> {
 
     /// Records that a process in this cgroup has called exec. Its pid may be that of a process that has exited before.
     pub(super) fn exec(&mut self, pid: u32, comm: String, cgroup: u64) {
-        let known = Known {
+        let known = ProcessInfo {
             comm,
             cgroup,
-            ..Known::default()
+            ..ProcessInfo::default()
         };
         self.known.insert(pid, known);
     }
 
     /// Records that a process has exited in this cgroup.
     pub(super) fn exit(&mut self, pid: u32, comm: String, cgroup: u64) {
-        let new = || Known {
+        let new = || ProcessInfo {
             comm,
-            ..Known::default()
+            ..ProcessInfo::default()
         };
         let known = self.known.entry(pid).or_insert_with(new);
         known.cgroup = cgroup;
         known.has_exited = true;
-        known.home = None;
+        known.cgroup_info = None;
     }
 
     /// Forgets where processes were found, since a running process can be moved from cgroup to cgroup. The kernel takes
     /// a lock of all cgroups for each lookup, so each process is looked up once per report.
     pub(super) fn look_again(&mut self) {
         for known in self.known.values_mut() {
-            known.home = None;
+            known.cgroup_info = None;
         }
     }
 
@@ -113,14 +113,14 @@ impl<'a> Names<'a> {
 
     /// Returns a process as rows name it.
     pub(super) fn process(&mut self, pid: u32) -> ProcessName {
-        let known = Known::of(&mut self.known, pid);
-        if let (None, Some(homes)) = (&known.home, &mut self.homes) {
-            known.home = Some(known.find(pid, homes));
+        let known = ProcessInfo::of(&mut self.known, pid);
+        if let (None, Some(cgroup_resolver)) = (&known.cgroup_info, &mut self.cgroup_resolver) {
+            known.cgroup_info = Some(known.find(pid, cgroup_resolver));
         }
         ProcessName {
             pid,
             comm: known.comm.clone(),
-            home: known.home.clone(),
+            cgroup_info: known.cgroup_info.clone(),
             container: self.container,
         }
     }
@@ -130,12 +130,15 @@ impl<'a> Names<'a> {
         ProcessName {
             pid,
             comm: comm.unwrap_or_else(|| self.known(pid).comm.clone()),
-            home: self.homes.as_mut().map(|homes| homes.of(cgroup)),
+            cgroup_info: self
+                .cgroup_resolver
+                .as_mut()
+                .map(|cgroup_resolver| cgroup_resolver.of(cgroup)),
             container: self.container,
         }
     }
 
-    fn known(&mut self, pid: u32) -> &Known {
-        Known::of(&mut self.known, pid)
+    fn known(&mut self, pid: u32) -> &ProcessInfo {
+        ProcessInfo::of(&mut self.known, pid)
     }
 }

@@ -7,14 +7,14 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use memtools::code::elf;
 use memtools::code::instruction::{self, Code};
-use memtools::code::probe_place::{self, ProbePlace, Wish};
-use memtools::code::pymalloc::SlotPlace;
-use memtools::code::wrappers::{Callee, Calls, Given, Passes, Passing};
+use memtools::code::probe_place::{self, Preference, ProbePoint};
+use memtools::code::pymalloc::SlotProbe;
+use memtools::code::wrappers::{CallArguments, Callee, Calls, Forwarded, Forwarding};
 use memtools::print::text;
 use memtools::process::mapped_file::MappedFile;
 
 use super::allocators;
-use super::pool::Named;
+use super::pool::FunctionSpec;
 use super::python_objects;
 use super::signature::Signature;
 use crate::args::{Args, Mode};
@@ -62,25 +62,25 @@ impl Object {
     /// Searches a file for functions to probe. Returns None if there are none.
     pub(crate) fn new(file: &MappedFile, is_program: bool, args: &Args) -> Result<Option<Self>> {
         let wish = match args.no_placement {
-            true => Wish::Entry,
-            false => Wish::Cheap,
+            true => Preference::Entry,
+            false => Preference::Cheap,
         };
         Self::with_probes(file, is_program, wish, args)
     }
 
     /// Places the probes of this file at the functions' entries, or as close behind these as is safe.
     pub(crate) fn at_entries(&self, args: &Args) -> Result<Self> {
-        let object = Self::with_probes(&self.file, self.is_program, Wish::Entry, args)?;
+        let object = Self::with_probes(&self.file, self.is_program, Preference::Entry, args)?;
         object.with_context(|| format!("{} was changed while it was searched", self.module))
     }
 
     fn with_probes(
         file: &MappedFile,
         is_program: bool,
-        wish: Wish,
+        wish: Preference,
         args: &Args,
     ) -> Result<Option<Self>> {
-        let wanted = Wanted::new(file, is_program, args)?;
+        let wanted = FunctionFilter::new(file, is_program, args)?;
         let found = elf::functions(file.file(), |name, local| wanted.has(name, local))
             .context("failed to read its symbols")?;
         let found = with_code(file, found);
@@ -155,7 +155,7 @@ impl Object {
 
     /// Describes what was found in a few words.
     pub(crate) fn found(&self) -> String {
-        let probes = |function: &Function| 1 + usize::from(function.signature.returns());
+        let probes = |function: &Function| 1 + usize::from(function.signature.needs_return_probe());
         let probes: usize = self.functions.iter().map(probes).sum();
         let how = match self.is_program && self.allocator != NAMED {
             true => " (static)",
@@ -169,10 +169,10 @@ impl Object {
 }
 
 /// Functions of a file that are looked for.
-struct Wanted<'a> {
+struct FunctionFilter<'a> {
     args: &'a Args,
     /// The functions of this file that --alloc and --free name.
-    named: Vec<&'a Named>,
+    named: Vec<&'a FunctionSpec>,
     /// Whether the file's allocator is looked for. With -O, only the allocator of the file that it names is.
     searched: bool,
     /// Whether copies of CPython's allocator are looked for, too.
@@ -181,7 +181,7 @@ struct Wanted<'a> {
     is_static: bool,
 }
 
-impl<'a> Wanted<'a> {
+impl<'a> FunctionFilter<'a> {
     fn new(file: &MappedFile, is_program: bool, args: &'a Args) -> Result<Self> {
         let named = args.named().filter(|named| is_named(file, &named.object));
         let object = args.obj.as_deref();
@@ -267,7 +267,7 @@ impl<'a> Wanted<'a> {
 fn with_code(file: &MappedFile, found: Vec<elf::Function>) -> Vec<elf::Function> {
     let has_code = |symbol: &elf::Function| {
         let code = instruction::code_at(file.file(), symbol.file_offset);
-        code.is_ok_and(|code| instruction::begins(&code))
+        code.is_ok_and(|code| instruction::is_valid(&code))
     };
     let (usable, unusable): (Vec<_>, Vec<_>) = found.into_iter().partition(has_code);
     if let Some(first) = unusable.first() {
@@ -286,7 +286,7 @@ fn with_code(file: &MappedFile, found: Vec<elf::Function>) -> Vec<elf::Function>
 /// thread's own stack, which stays in its place.
 fn without_returns_to_go(file: &MappedFile, by_user: &mut Vec<Symbol<'_>>) {
     by_user.retain(|(symbol, signature)| {
-        if signature.returns() {
+        if signature.needs_return_probe() {
             eprintln!(
                 "memleak: {} is not probed at {}, as it is Go's: its runtime moves stacks, which \
                  return probes corrupt",
@@ -294,7 +294,7 @@ fn without_returns_to_go(file: &MappedFile, by_user: &mut Vec<Symbol<'_>>) {
                 text::escape(&symbol.name)
             );
         }
-        !signature.returns()
+        !signature.needs_return_probe()
     });
 }
 
@@ -313,7 +313,7 @@ fn without_wrappers<'a>(
     let mut kept = Vec::new();
     for (symbol, signature) in symbols {
         let frees_by_call = Cell::new(false);
-        let same = |callee: Callee<'_>, given: Given| {
+        let same = |callee: Callee<'_>, given: CallArguments| {
             let other = match callee {
                 Callee::Own(offset) if offset == symbol.file_offset => None,
                 Callee::Own(offset) => known.get(&offset).copied(),
@@ -321,7 +321,7 @@ fn without_wrappers<'a>(
             };
             frees_by_call.set(frees_by_call.get() || other.is_some_and(Signature::frees));
             let passed_on = |other: Signature| {
-                other.given(|argument| given.as_argument(argument)) == Some(signature)
+                other.with_arguments_from(|argument| given.as_argument(argument)) == Some(signature)
             };
             // operator new(0) asks for one byte, which is not followed.
             let may_ask_for_more = |other| {
@@ -330,26 +330,26 @@ fn without_wrappers<'a>(
             other.is_some_and(|other| passed_on(other) || may_ask_for_more(other))
         };
         let passes = match (signature.allocates(), signature.frees()) {
-            (true, _) => Passes::Result,
-            (_, true) => Passes::Arguments,
+            (true, _) => Forwarded::Result,
+            (_, true) => Forwarded::Arguments,
             _ => {
                 kept.push((symbol, signature));
                 continue;
             }
         };
-        match calls.passing(symbol, passes, same) {
-            Passing::Always if args.verbose => eprintln!(
+        match calls.forwarding(symbol, passes, same) {
+            Forwarding::Always if args.verbose => eprintln!(
                 "memleak: {} is not probed at {}, which only calls another of these functions",
                 file.module(),
                 symbol.name
             ),
-            Passing::Always => {}
+            Forwarding::Always => {}
             _ if signature.frees() && (frees_by_call.get() || calls.leaves_the_file(symbol)) => {
                 if args.verbose {
                     let (module, name) = (file.module(), &symbol.name);
                     eprintln!("memleak: {module}'s {name} may call another function that frees");
                 }
-                kept.push((symbol, signature.wrapping()));
+                kept.push((symbol, signature.as_wrapper()));
             }
             _ => kept.push((symbol, signature)),
         }
@@ -362,22 +362,22 @@ fn without_wrappers<'a>(
 fn place(
     file: &MappedFile,
     symbols: &[(&elf::Function, Signature)],
-    wish: Wish,
+    wish: Preference,
     args: &Args,
 ) -> Result<Vec<Function>> {
     let places = if cfg!(not(target_arch = "x86_64")) {
-        vec![Some(ProbePlace::ENTRY); symbols.len()]
+        vec![Some(ProbePoint::ENTRY); symbols.len()]
     } else {
         let asked: Vec<_> = symbols
             .iter()
             .map(|(symbol, signature)| (*symbol, signature.arguments()))
             .collect();
         let mut places = probe_place::places(file.file(), &asked, wish)?;
-        let moved = |(place, (_, signature)): (&Option<ProbePlace>, &(_, Signature))| {
+        let moved = |(place, (_, signature)): (&Option<ProbePoint>, &(_, Signature))| {
             place.is_some_and(|place| signature.at(place).is_none())
         };
         if places.iter().zip(symbols).any(moved) {
-            let entries = probe_place::places(file.file(), &asked, Wish::Entry)?;
+            let entries = probe_place::places(file.file(), &asked, Preference::Entry)?;
             for ((place, at_entry), symbol) in places.iter_mut().zip(entries).zip(symbols) {
                 if moved((place, symbol)) {
                     *place = at_entry;
@@ -411,7 +411,7 @@ fn place(
 }
 
 /// Adds the copies of CPython's allocator, unless the function that makes its pools cannot be probed.
-fn add_slots(file: &MappedFile, slots: &[SlotPlace], functions: &mut Vec<Function>) -> Result<()> {
+fn add_slots(file: &MappedFile, slots: &[SlotProbe], functions: &mut Vec<Function>) -> Result<()> {
     let new_pool = Signature::new_pool();
     if !functions
         .iter()

@@ -17,18 +17,21 @@ use super::object::{Object, is_named};
 use crate::args::Args;
 
 /// Result of searching a process.
-pub(crate) struct Found {
+pub(crate) struct SearchedFiles {
     pub(crate) objects: Vec<Object>,
     /// Files that were searched, by device and inode.
     pub(crate) looked_through: HashSet<(u64, u64)>,
 }
 
 /// Finds the allocators of a running process, in every file that it executes code from.
-pub(crate) fn of_process(process: &Process, args: &Args) -> Result<Found> {
-    let CodeFiles { files, refused } = process.code_files()?;
+pub(crate) fn of_process(process: &Process, args: &Args) -> Result<SearchedFiles> {
+    let CodeFiles {
+        files,
+        errors: refused,
+    } = process.code_files()?;
     expect_no_translator(process, files.iter().map(MappedFile::name))?;
     for error in &refused {
-        tell_once(&format!("{error:#}"));
+        warn_once(&format!("{error:#}"));
     }
     match refused.into_iter().next() {
         Some(error) if files.is_empty() => Err(error),
@@ -41,7 +44,7 @@ pub(crate) fn expect_no_translator<'a>(
     process: &Process,
     files: impl IntoIterator<Item = &'a Path>,
 ) -> Result<()> {
-    if let Some(translator) = translator::among(files) {
+    if let Some(translator) = translator::find_in(files) {
         bail!(
             "process {} ({}) runs under {translator}, which reads the program's code as data: \
              breakpoints in it would end it (SIGTRAP)",
@@ -53,7 +56,7 @@ pub(crate) fn expect_no_translator<'a>(
 }
 
 /// Finds the allocators that a command will run with.
-pub(crate) fn of_command(program: &Path, args: &Args) -> Result<Found> {
+pub(crate) fn of_command(program: &Path, args: &Args) -> Result<SearchedFiles> {
     let open = |path: PathBuf| {
         let failed = || format!("failed to open {}", path.display());
         MappedFile::open_path(&path).with_context(failed)
@@ -63,7 +66,7 @@ pub(crate) fn of_command(program: &Path, args: &Args) -> Result<Found> {
     let names = [program]
         .into_iter()
         .chain(paths.iter().map(PathBuf::as_path));
-    if let Some(translator) = translator::among(names) {
+    if let Some(translator) = translator::find_in(names) {
         bail!(
             "{} is {translator}, which reads the code of what it runs as data: breakpoints in it \
              would end it (SIGTRAP)",
@@ -84,7 +87,7 @@ pub(crate) fn of_loaded(
 }
 
 /// Searches files for functions to probe. `files` begins with the program itself.
-fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<Found> {
+fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<SearchedFiles> {
     // A file can be listed twice: musl's dynamic linker is its libc as well.
     let mut looked_through = HashSet::new();
     files.retain(|file| {
@@ -98,13 +101,13 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<Found> {
         return Err(why_none(&files, go, args));
     }
     if let Some(program) = go {
-        tell_once(&format!(
+        warn_once(&format!(
             "{} is a Go program: what its C code allocates is traced, what its Go code does is \
              not; for that: go tool pprof http://HOST/debug/pprof/heap",
             program.module()
         ));
     }
-    Ok(Found {
+    Ok(SearchedFiles {
         objects,
         looked_through,
     })
@@ -123,7 +126,7 @@ fn search(files: &[MappedFile], args: &Args) -> Vec<Object> {
             // The other files of the process have the allocator, as a rule.
             Err(error) => {
                 progress.clear();
-                tell_once(&format!("{} is not searched: {error:#}", file.module()));
+                warn_once(&format!("{} is not searched: {error:#}", file.module()));
             }
         }
     }
@@ -182,7 +185,7 @@ fn why_none(files: &[MappedFile], go: Option<&MappedFile>, args: &Args) -> anyho
 }
 
 /// Prints why a file is left out, once for all processes that have it mapped.
-pub(crate) fn tell_once(reason: &str) {
+pub(crate) fn warn_once(reason: &str) {
     static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
     if told.insert(reason.to_owned()) {

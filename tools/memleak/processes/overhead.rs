@@ -10,7 +10,7 @@ use crate::sampling::Sampling;
 
 /// Part of the hits that are recorded, below which it saves nothing to record fewer: recording a call costs about as
 /// much as three hits.
-const FEW: f64 = 0.01;
+const MIN_RECORDED_SHARE: f64 = 0.01;
 
 /// Limit, and the sampling level that was chosen to keep it. The level is not lowered again: a load that was too much
 /// once will be so again, and each change widens the confidence intervals.
@@ -36,7 +36,7 @@ impl<'a> Limit<'a> {
     }
 
     /// Raises the sampling level if the share is over the limit, and prints that. Returns whether the level was raised.
-    pub(crate) fn hold(&mut self, share: Share) -> Result<bool> {
+    pub(crate) fn enforce(&mut self, share: Share) -> Result<bool> {
         let Share { percent, .. } = share;
         if percent <= self.percent {
             return Ok(false);
@@ -88,7 +88,7 @@ impl<'a> Limit<'a> {
 /// recorded, except those of large blocks. At least a few calls remain recorded.
 fn levels_up(share: Share, limit_percent: f64) -> u32 {
     let wanted = (share.percent / limit_percent).log2().ceil();
-    let useful = (share.recorded / FEW).log2().ceil();
+    let useful = (share.recorded / MIN_RECORDED_SHARE).log2().ceil();
     // The cast to u32 saturates, for infinity and for numbers below 0.
     wanted.min(useful) as u32
 }

@@ -10,7 +10,7 @@ use super::signature::Signature;
 
 /// A function, and the file that it is in.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Named {
+pub(crate) struct FunctionSpec {
     /// A path, or a name as -O takes it.
     pub(crate) object: PathBuf,
     pub(crate) symbol: String,
@@ -19,13 +19,13 @@ pub(crate) struct Named {
 
 /// A function that allocates.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Allocates(pub(crate) Named);
+pub(crate) struct AllocSpec(pub(crate) FunctionSpec);
 
 /// A function that frees.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Frees(pub(crate) Named);
+pub(crate) struct FreeSpec(pub(crate) FunctionSpec);
 
-impl FromStr for Allocates {
+impl FromStr for AllocSpec {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -47,7 +47,7 @@ impl FromStr for Allocates {
         signature = count.map_or(signature, |count| signature.times(count));
         signature = old.map_or(signature, |old| signature.replacing(old));
         signature = result.map_or(signature, |result| signature.storing(result));
-        Ok(Self(Named {
+        Ok(Self(FunctionSpec {
             object,
             symbol,
             signature,
@@ -55,7 +55,7 @@ impl FromStr for Allocates {
     }
 }
 
-impl FromStr for Frees {
+impl FromStr for FreeSpec {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -67,11 +67,11 @@ impl FromStr for Frees {
             }
             block = argument(value)?;
         }
-        Ok(Self(Named {
+        Ok(Self(FunctionSpec {
             object,
             symbol,
             // The function may call others that are probed to give the memory back.
-            signature: Signature::free(block).wrapping(),
+            signature: Signature::free(block).as_wrapper(),
         }))
     }
 }
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     fn allocates(text: &str) -> Result<Signature, String> {
-        let parsed: Result<Allocates> = text.parse();
+        let parsed: Result<AllocSpec> = text.parse();
         parsed
             .map(|named| named.0.signature)
             .map_err(|error| error.to_string())
@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn a_function_of_a_pool() {
-        let Allocates(named) = "/opt/a:b/server:pool_get(size=arg2)"
+        let AllocSpec(named) = "/opt/a:b/server:pool_get(size=arg2)"
             .parse()
             .expect("valid");
         assert_eq!(named.object, PathBuf::from("/opt/a:b/server"));
@@ -138,10 +138,10 @@ mod tests {
             allocates("s:f(old=arg1,size=arg2,ret=ptr)"),
             Ok(Signature::allocate(2).replacing(1))
         );
-        let Frees(named) = "s:pool_put".parse().expect("valid");
-        assert_eq!(named.signature, Signature::free(1).wrapping());
-        let Frees(named) = "s:pool_put(ptr=arg2)".parse().expect("valid");
-        assert_eq!(named.signature, Signature::free(2).wrapping());
+        let FreeSpec(named) = "s:pool_put".parse().expect("valid");
+        assert_eq!(named.signature, Signature::free(1).as_wrapper());
+        let FreeSpec(named) = "s:pool_put(ptr=arg2)".parse().expect("valid");
+        assert_eq!(named.signature, Signature::free(2).as_wrapper());
     }
 
     #[test]
@@ -159,6 +159,6 @@ mod tests {
             let error = allocates(text).expect_err(text);
             assert!(error.contains(wrong), "{text}: {error}");
         }
-        assert!("s:f(size=arg1)".parse::<Frees>().is_err());
+        assert!("s:f(size=arg1)".parse::<FreeSpec>().is_err());
     }
 }

@@ -6,7 +6,7 @@ use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
 use libbpf_rs::{Link, MapCore, MapFlags, ProgramImpl, UprobeMultiOpts, UprobeOpts};
-use memtools::bpf::attach::{self, NoVariantHelps, Variant};
+use memtools::bpf::attach::{self, FatalError, Variant};
 use memtools::bpf::kernel_support;
 use memtools::host::capabilities::{self, Capability};
 use memtools::host::kernel_log;
@@ -23,7 +23,7 @@ use super::object::{Function, Object};
 use super::objects;
 use super::python_objects;
 use super::signature::Signature;
-use super::stopped::Questions;
+use super::stopped::StopRequests;
 use super::target::Targets;
 use crate::args::Args;
 
@@ -35,8 +35,8 @@ pub(crate) struct Attached {
     /// Capacity of each overflow map, in blocks. These maps take the blocks for which the table has no space.
     pub(crate) overflow: Vec<u32>,
     /// Questions about stopped processes, asked while a command starts.
-    pub(crate) questions: Questions,
-    pub(super) way: Way,
+    pub(crate) questions: StopRequests,
+    pub(super) way: AttachMode,
     /// Signatures of the programs entry_0 and so on.
     pub(super) signatures: Vec<Signature>,
 }
@@ -69,7 +69,7 @@ const OWN_PROGRAM: &str = "/proc/self/exe";
 
 /// Ways to attach, from the best down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum AttachMode {
     /// One link for each file, with a cookie for each function.
     Session,
     /// Two links for each file: one for entries, and one for returns.
@@ -88,27 +88,27 @@ pub(crate) fn attach(target: &Targets, args: &Args) -> Result<Started> {
         if !kernel_support::btf_has_name("BPF_TRACE_UPROBE_SESSION") {
             bail!("not on this kernel (6.13 and later)");
         }
-        start(Way::Session, target, args)
+        start(AttachMode::Session, target, args)
     });
     let multi = Variant::new("uprobe multi", || {
         if !kernel_support::btf_has_name("BPF_TRACE_UPROBE_MULTI") {
             bail!("not on this kernel (6.6 and later)");
         }
-        start(Way::Multi, target, args)
+        start(AttachMode::Multi, target, args)
     });
-    let cookies = Variant::new("perf uprobes", || start(Way::Cookies, target, args));
+    let cookies = Variant::new("perf uprobes", || start(AttachMode::Cookies, target, args));
     let plain = Variant::new("perf uprobes without cookies", || {
-        start(Way::Plain, target, args)
+        start(AttachMode::Plain, target, args)
     });
     let variants = [session, multi, cookies, plain];
     let (how, (attached, links, unwinder)) = attach::first_that_works(args.verbose, variants)?;
     Ok((Attached { how, ..attached }, links, unwinder))
 }
 
-fn start(way: Way, target: &Targets, args: &Args) -> Result<Started> {
+fn start(way: AttachMode, target: &Targets, args: &Args) -> Result<Started> {
     let (attached, mut links, unwinder) = load::load(way, target, args)?;
-    if way == Way::Multi {
-        links.push(try_with_a_thread(&attached.skel)?);
+    if way == AttachMode::Multi {
+        links.push(check_all_threads_hit(&attached.skel)?);
     }
     for (pid, object) in target.objects() {
         links.extend(attached.probe(pid, object, args)?);
@@ -153,7 +153,7 @@ impl Attached {
             let at_entries = object.at_entries(args)?;
             links = self.place(pid, &at_entries);
             if links.is_ok() {
-                objects::tell_once(&format!(
+                objects::warn_once(&format!(
                     "{} is probed at the functions' entries, as the kernel refused other places{}",
                     object.module,
                     why_invalid(started).unwrap_or_default()
@@ -164,7 +164,7 @@ impl Attached {
         if links.as_ref().is_err_and(is_invalid)
             && let Some(why) = why_invalid(started)
         {
-            bail!(NoVariantHelps(format!("{}{why}", failed())));
+            bail!(FatalError(format!("{}{why}", failed())));
         }
         // Multi-uprobes take CAP_PERFMON. perf's uprobes take more on some kernels.
         let is_refused = links.as_ref().is_err_and(is_refused);
@@ -175,8 +175,8 @@ impl Attached {
     fn place(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
         object.expect_unchanged()?;
         match self.way {
-            Way::Session => self.session(pid, object),
-            Way::Multi => self.multi(pid, object),
+            AttachMode::Session => self.session(pid, object),
+            AttachMode::Multi => self.multi(pid, object),
             way => self.perf(way, pid, object),
         }
     }
@@ -184,8 +184,8 @@ impl Attached {
     /// Detaches the probes.
     pub(crate) fn detach(&self, links: Vec<Link>) {
         match self.way {
-            Way::Session | Way::Multi => attach::detach(links),
-            Way::Cookies | Way::Plain => attach::detach_in_background(links),
+            AttachMode::Session | AttachMode::Multi => attach::detach(links),
+            AttachMode::Cookies | AttachMode::Plain => attach::detach_in_background(links),
         }
     }
 
@@ -204,7 +204,9 @@ impl Attached {
             &self.skel.progs.cookie_entry,
             &self.skel.progs.cookie_return,
         );
-        let returning = object.calls().filter(|of| of.signature.returns());
+        let returning = object
+            .calls()
+            .filter(|of| of.signature.needs_return_probe());
         let returns = UprobeMultiOpts {
             retprobe: true,
             ..places(returning)
@@ -219,10 +221,10 @@ impl Attached {
         )
     }
 
-    fn perf(&self, way: Way, pid: i32, object: &Object) -> Result<Vec<Link>> {
+    fn perf(&self, way: AttachMode, pid: i32, object: &Object) -> Result<Vec<Link>> {
         let mut links = Vec::new();
         let is_known =
-            |of: &Function| way != Way::Plain || self.signatures().contains(&of.signature);
+            |of: &Function| way != AttachMode::Plain || self.signatures().contains(&of.signature);
         let with_slots = object.slots().all(is_known);
         if !with_slots {
             python_objects::tell_unseen(
@@ -239,20 +241,20 @@ impl Attached {
         {
             let programs = &self.skel.progs;
             let (entry, returns) = match way {
-                Way::Plain => (
+                AttachMode::Plain => (
                     entry_with(&self.skel, self.signatures(), signature)?,
                     &programs.any_return,
                 ),
                 _ if signature.is_of_slot() => (&programs.cookie_slot, &programs.cookie_return),
                 _ => (&programs.cookie_entry, &programs.cookie_return),
             };
-            let returns = signature.returns().then_some((returns, true));
+            let returns = signature.needs_return_probe().then_some((returns, true));
             // The return probe is attached first: a call that is seen at entry must be seen at its return.
             for (program, retprobe) in returns.into_iter().chain([(entry, false)]) {
                 let opts = UprobeOpts {
                     retprobe,
                     cookie: match way {
-                        Way::Plain => 0,
+                        AttachMode::Plain => 0,
                         _ => signature.packed().into(),
                     },
                     ..UprobeOpts::default()
@@ -340,7 +342,7 @@ fn wake_uprobes() {
 
 /// Probes a function of our own by a link as for a target, and has another thread call the function. On some kernels
 /// before 6.12 such a link sees only one thread of the process. The link is to be kept, as it takes time to detach.
-fn try_with_a_thread(skel: &Loaded) -> Result<Link> {
+fn check_all_threads_hit(skel: &Loaded) -> Result<Link> {
     let opts = UprobeMultiOpts {
         offsets: vec![own_function()? as usize],
         ..UprobeMultiOpts::default()

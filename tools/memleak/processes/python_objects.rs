@@ -7,11 +7,11 @@
 
 use anyhow::Result;
 use memtools::code::elf::Function;
-use memtools::code::pymalloc::{self, SlotPlace};
+use memtools::code::pymalloc::{self, SlotProbe};
 use memtools::process::mapped_file::MappedFile;
 use memtools::stacks::unwind::rules::Rules;
 
-use super::objects::tell_once;
+use super::objects::warn_once;
 
 /// Exported function of CPython that calls pymalloc.
 const CALLER: &str = "PyObject_Malloc";
@@ -24,7 +24,7 @@ pub(super) fn is_caller(name: &str) -> bool {
 /// Places in a file that are probed for CPython's objects.
 #[derive(Debug)]
 pub(super) struct Places {
-    pub(super) slots: Vec<SlotPlace>,
+    pub(super) slots: Vec<SlotProbe>,
     /// Function that makes a pool.
     pub(super) new_pool: Function,
 }
@@ -55,7 +55,7 @@ pub(super) fn places(file: &MappedFile, found: &[Function]) -> Result<Option<Pla
 
 /// Tells, once, why CPython's objects in a file are not seen one by one.
 pub(super) fn tell_unseen(module: &str, why: &str) {
-    tell_once(&format!(
+    warn_once(&format!(
         "objects of up to 512 bytes are not seen one by one in {module}, as {why}; with PYTHONMALLOC=malloc in its \
          environment each object is a block"
     ));

@@ -80,12 +80,12 @@ impl Processes<'_> {
             stacks.insert(types::view::<total_key>(key)?.stack);
             Ok(())
         };
-        map_batch::read(&maps.totals, &mut of_key)?;
-        map_batch::read(&maps.unknown_frees, &mut of_key)?;
+        map_batch::for_each(&maps.totals, &mut of_key)?;
+        map_batch::for_each(&maps.unknown_frees, &mut of_key)?;
         let blocks = self.read_blocks()?;
         stacks.extend(blocks.iter().map(|block| block.stack));
-        stacks.extend(self.ended.stacks());
-        map_batch::read(&maps.threads, |_, thread| {
+        stacks.extend(self.exited_totals.stacks());
+        map_batch::for_each(&maps.threads, |_, thread| {
             stacks.insert(types::view::<thread>(thread)?.held.stack);
             Ok(())
         })?;

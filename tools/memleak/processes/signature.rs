@@ -1,7 +1,7 @@
 //! Signature of a probed function: how a call is read from the registers.
 
-use memtools::code::probe_place::ProbePlace;
-use memtools::code::pymalloc::{Moves, SlotPlace};
+use memtools::code::probe_place::ProbePoint;
+use memtools::code::pymalloc::{SlotOp, SlotProbe};
 
 use super::bpf::types::{function_kind as FunctionKind, signature_shift as Shift};
 
@@ -79,10 +79,10 @@ impl Signature {
     }
 
     /// Returns the signature of a copy of CPython's allocator. The fields have registers by their numbers.
-    pub(crate) fn of_slot(place: &SlotPlace) -> Self {
+    pub(crate) fn of_slot(place: &SlotProbe) -> Self {
         let kind = match place.moves {
-            Moves::Taken => FunctionKind::FUNCTION_TAKE_SLOT,
-            Moves::GivenBack => FunctionKind::FUNCTION_GIVE_BACK_SLOT,
+            SlotOp::Alloc => FunctionKind::FUNCTION_TAKE_SLOT,
+            SlotOp::Free => FunctionKind::FUNCTION_GIVE_BACK_SLOT,
         };
         Self {
             address: place.pool,
@@ -125,7 +125,7 @@ impl Signature {
     }
 
     /// Marks that the function may free by calling another one that is probed as well.
-    pub(crate) const fn wrapping(self) -> Self {
+    pub(crate) const fn as_wrapper(self) -> Self {
         Self {
             wraps: true,
             ..self
@@ -133,7 +133,7 @@ impl Signature {
     }
 
     /// Whether the function's return is probed.
-    pub(crate) fn returns(self) -> bool {
+    pub(crate) fn needs_return_probe(self) -> bool {
         !self.frees() && !self.is_of_slot()
     }
 
@@ -166,7 +166,7 @@ impl Signature {
 
     /// Returns the signature of a function that calls this one. `by` returns the number of the caller's argument that
     /// is passed as an argument of this function. Returns None if one of the arguments is something else.
-    pub(crate) fn given(self, by: impl Fn(u8) -> Option<u8>) -> Option<Self> {
+    pub(crate) fn with_arguments_from(self, by: impl Fn(u8) -> Option<u8>) -> Option<Self> {
         let argument = |number: u8| if number == 0 { Some(0) } else { by(number) };
         Some(Self {
             size: argument(self.size)?,
@@ -193,7 +193,7 @@ impl Signature {
 
     /// Returns the signature at a place in the function where arguments may be in other registers. Returns None if a
     /// call cannot be read there.
-    pub(crate) fn at(self, place: ProbePlace) -> Option<Self> {
+    pub(crate) fn at(self, place: ProbePoint) -> Option<Self> {
         let moved = Self {
             size: place.register_of(self.size),
             count: place.register_of(self.count),
@@ -236,6 +236,6 @@ mod tests {
         assert_eq!(Signature::allocate(2).times(1).packed(), 0x120);
         assert_eq!(Signature::allocate(2).replacing(1).packed(), 0x1020);
         assert_eq!(Signature::allocate(3).storing(1).packed(), 0x10030);
-        assert_eq!(Signature::free(1).wrapping().packed(), 0x101001);
+        assert_eq!(Signature::free(1).as_wrapper().packed(), 0x101001);
     }
 }

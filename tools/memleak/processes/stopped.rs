@@ -23,7 +23,7 @@ const QUESTION_BYTES: usize = 8;
 const ANSWER_BYTES: usize = 4;
 
 /// Main thread's end of the questions.
-pub(crate) struct Questions {
+pub(crate) struct StopRequests {
     stream: UnixStream,
     /// Number of the question whose answer is waited for. 0 if there is none.
     waiting: Arc<AtomicU32>,
@@ -32,7 +32,7 @@ pub(crate) struct Questions {
 }
 
 /// Makes the two ends of the questions: the function that asks, and the main thread's end.
-pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
+pub(crate) fn questions() -> Result<(WhileStopped, StopRequests)> {
     let pair = || {
         let (asker, stream) = UnixStream::pair()?;
         asker.set_read_timeout(Some(PATIENCE))?;
@@ -40,7 +40,7 @@ pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
         stream.set_nonblocking(true)?;
         let _other = asker.try_clone()?;
         let waiting = Arc::new(AtomicU32::new(0));
-        let questions = Questions {
+        let questions = StopRequests {
             stream,
             waiting,
             _other,
@@ -65,7 +65,7 @@ pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
     Ok((Box::new(ask), questions))
 }
 
-impl Questions {
+impl StopRequests {
     /// Calls `work` for each process that was asked about, and answers that it is done. The second argument of `work`
     /// tells whether the process is still stopped.
     pub(crate) fn answer(&self, mut work: impl FnMut(u32, &dyn Fn() -> bool)) {
@@ -81,7 +81,7 @@ impl Questions {
     }
 }
 
-impl AsFd for Questions {
+impl AsFd for StopRequests {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }

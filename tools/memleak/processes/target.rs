@@ -7,17 +7,17 @@ use memtools::host::capabilities::Capability;
 use memtools::print::progress::Progress;
 use memtools::process::cgroup;
 use memtools::process::command::{CommandLine, HeldCommand};
-use memtools::process::filter::{Filter, FilterArgs, Tasks};
+use memtools::process::filter::{Filter, FilterArgs, TaskKind};
 use memtools::process::proc::{self, Process};
 use memtools::process::translator;
 use memtools::run::cli::UsageError;
 use memtools::run::privileges;
-use memtools::run::target::doubt_interval;
+use memtools::run::target::warn_if_interval_is_pid;
 use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::unwind::Whose;
+use memtools::stacks::unwind::UnwindTarget;
 
 use super::object::{Object, ProbedFile};
-use super::objects::{self, Found};
+use super::objects::{self, SearchedFiles};
 use super::signature::Signature;
 use crate::args::Args;
 
@@ -30,7 +30,7 @@ const FOR_UPROBES: [Capability; 1] = [Capability::CAP_SYS_ADMIN];
 
 /// The options' targets, checked and held until they are traced.
 pub(crate) struct Targets {
-    pub(crate) processes: Vec<Traced>,
+    pub(crate) processes: Vec<TracedProcess>,
     pub(crate) filter: Filter,
     /// Command that the process is to become, if we start it.
     pub(crate) command: Option<HeldCommand>,
@@ -44,15 +44,15 @@ pub(crate) struct Targets {
 }
 
 /// Process, and those of its files that have functions to probe.
-pub(crate) struct Traced {
+pub(crate) struct TracedProcess {
     pub(crate) process: Process,
     pub(crate) objects: Vec<Object>,
     /// Files that were searched for functions, by device and inode.
     pub(crate) looked_through: HashSet<(u64, u64)>,
 }
 
-impl Traced {
-    fn new(process: Process, found: Found) -> Self {
+impl TracedProcess {
+    fn new(process: Process, found: SearchedFiles) -> Self {
         Self {
             process,
             objects: found.objects,
@@ -74,27 +74,35 @@ impl Targets {
             let line = CommandLine::parse(line)?;
             let found = objects::of_command(line.program(), args)?;
             let command = line.start()?;
-            privileges::keep_what_tracing_takes(&FOR_UPROBES)?;
+            privileges::drop_unneeded(&FOR_UPROBES)?;
             let process = Process::open(command.pid())?;
-            return Self::new(vec![Traced::new(process, found)], Some(command), args);
+            return Self::new(
+                vec![TracedProcess::new(process, found)],
+                Some(command),
+                args,
+            );
         }
-        privileges::keep_what_tracing_takes(&FOR_UPROBES)?;
+        privileges::drop_unneeded(&FOR_UPROBES)?;
         if args.pid.is_empty() {
             return Self::new(matching(args)?, None, args);
         }
-        doubt_interval("memleak", Some(args.interval), &args.pid);
+        warn_if_interval_is_pid("memleak", Some(args.interval), &args.pid);
         let mut processes = Vec::new();
         for pid in args.pid.iter().copied().collect::<HashSet<u32>>() {
             let process = Process::open(pid)?;
             process.expect_native_program()?;
             let found = objects::of_process(&process, args)?;
             eprintln!("Attaching to pid {pid}, Ctrl+C to quit.");
-            processes.push(Traced::new(process, found));
+            processes.push(TracedProcess::new(process, found));
         }
         Self::new(processes, None, args)
     }
 
-    fn new(mut processes: Vec<Traced>, command: Option<HeldCommand>, args: &Args) -> Result<Self> {
+    fn new(
+        mut processes: Vec<TracedProcess>,
+        command: Option<HeldCommand>,
+        args: &Args,
+    ) -> Result<Self> {
         let named = command.is_some() || !args.pid.is_empty();
         let pids = processes.iter().map(|traced| traced.process.pid());
         let filter = FilterArgs {
@@ -102,7 +110,7 @@ impl Targets {
             name: args.name.clone(),
             cgroup: args.cgroup.clone(),
         };
-        let mut filter = filter.resolve(None, Tasks::Programs)?;
+        let mut filter = filter.resolve(None, TaskKind::Programs)?;
         if args.children {
             filter.follow()?;
         }
@@ -168,11 +176,11 @@ impl Targets {
         if self.shared.is_some() {
             symbolizer.watch_translators();
             if !self.ends_with_them {
-                symbolizer.look_around();
+                symbolizer.read_running_processes();
                 return Ok(symbolizer);
             }
         }
-        for Traced { process, .. } in &self.processes {
+        for TracedProcess { process, .. } in &self.processes {
             if self.command.is_some() {
                 symbolizer.follow_new(process.pid());
             } else {
@@ -183,16 +191,16 @@ impl Targets {
     }
 
     /// Returns the processes whose unwind tables are to be built before the probes are live.
-    pub(crate) fn whose_tables(&self, args: &Args) -> Whose {
+    pub(crate) fn whose_tables(&self, args: &Args) -> UnwindTarget {
         match (&args.command, &self.command) {
-            (Some(line), Some(command)) => Whose::Command {
+            (Some(line), Some(command)) => UnwindTarget::Command {
                 pid: command.pid(),
                 line: line.clone(),
                 descendants: args.children,
             },
             _ => {
                 let pids = self.processes.iter().map(|traced| traced.process.pid());
-                Whose::Processes(pids.collect())
+                UnwindTarget::Processes(pids.collect())
             }
         }
     }
@@ -217,7 +225,7 @@ impl Targets {
     }
 
     /// Whether a process that the symbolizer knows is traced.
-    pub(crate) fn has(&self, pid: u32, args: &Args) -> bool {
+    pub(crate) fn traces(&self, pid: u32, args: &Args) -> bool {
         let in_cgroup =
             |folder| cgroup::processes_below(folder).is_ok_and(|all| all.contains(&pid));
         // The symbolizer knows the named processes and those that they start, if the trace ends with them; else all
@@ -249,7 +257,7 @@ impl Targets {
 
 /// Returns the running processes that the options describe. Processes without an allocator that can be probed are left
 /// out.
-fn matching(args: &Args) -> Result<Vec<Traced>> {
+fn matching(args: &Args) -> Result<Vec<TracedProcess>> {
     let pids = match &args.cgroup {
         Some(folder) => cgroup::processes_below(folder)?,
         None => memtools::process::proc::all()?,
@@ -262,7 +270,7 @@ fn matching(args: &Args) -> Result<Vec<Traced>> {
             continue;
         };
         if let Ok(found) = objects::of_process(&process, args) {
-            processes.push(Traced::new(process, found));
+            processes.push(TracedProcess::new(process, found));
         }
     }
     if processes.is_empty() {
@@ -295,7 +303,7 @@ pub(crate) fn read_by_translator(
         // A process that has exited meanwhile cannot be harmed.
         let process = Process::open(pid).ok()?;
         let mappings = process.mappings().unwrap_or_default();
-        let translator = translator::among(mappings.iter().map(|mapping| mapping.path.as_path()))?;
+        let translator = translator::find_in(mappings.iter().map(|mapping| mapping.path.as_path()))?;
         let is_mapped = |file: &&ProbedFile| {
             let mut inodes = mappings.iter().map(|mapping| mapping.inode);
             inodes.any(|inode| inode == file.inode)

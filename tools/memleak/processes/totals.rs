@@ -7,7 +7,7 @@ use memtools::bpf::types;
 use super::Processes;
 use super::bpf::types::{peak, total, total_key};
 use super::probes::Attached;
-use crate::sums::{Path, Sum, Totals};
+use crate::sums::{StackKey, Sum, Totals};
 
 /// Maximum number of reads of the totals. A read is of the peak unless a higher peak comes meanwhile.
 const PEAK_TRIES: usize = 8;
@@ -16,7 +16,7 @@ impl Processes<'_> {
     /// Returns the BPF programs' totals, and those of mappings in --mode alloc.
     pub(super) fn read_totals(&self) -> Result<Totals> {
         let mut totals = self.mapped.clone();
-        map_batch::read(&self.attached.skel.maps.totals, |key, value| {
+        map_batch::for_each(&self.attached.skel.maps.totals, |key, value| {
             let (key, value): (&total_key, &total) = (types::view(key)?, types::view(value)?);
             let &total_key { pid, stack, execs } = key;
             // A process does not have any more what it had before it called exec.
@@ -27,7 +27,7 @@ impl Processes<'_> {
             if self.args.combined_only && !current {
                 return Ok(());
             }
-            let path = Path { pid, stack };
+            let path = StackKey { pid, stack };
             let total = totals.entry(path).or_default();
             total.bytes += value.bytes;
             total.allocations += value.count;
@@ -64,7 +64,7 @@ pub(super) fn at_peak(attached: &Attached) -> Result<Totals> {
 
 fn totals_at(attached: &Attached, peak: &peak) -> Result<Totals> {
     let mut totals = Totals::new();
-    map_batch::read(&attached.skel.maps.totals, |key, value| {
+    map_batch::for_each(&attached.skel.maps.totals, |key, value| {
         let (key, value): (&total_key, &total) = (types::view(key)?, types::view(value)?);
         let (bytes, allocations) = if value.peak == peak.number {
             (value.bytes_at_peak, value.count_at_peak)
@@ -73,7 +73,7 @@ fn totals_at(attached: &Attached, peak: &peak) -> Result<Totals> {
         };
         // Other entries are of other programs that the process has executed, before or after the peak.
         if u64::from(key.execs) == peak.execs {
-            let path = Path {
+            let path = StackKey {
                 pid: key.pid,
                 stack: key.stack,
             };

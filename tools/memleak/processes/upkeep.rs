@@ -10,7 +10,7 @@ use memtools::print::output::Output;
 use memtools::stacks::symbolize::Symbolizer;
 
 use super::cost::Cost;
-use super::loaded::{self, Loaded};
+use super::loaded::{self, LoadedFiles};
 use super::overhead::Limit;
 use super::probes::Attached;
 use super::target::Targets;
@@ -25,7 +25,7 @@ pub(super) struct Upkeep<'a> {
     pub(super) args: &'a Args,
     /// Links of the probes attached at the start. Those of files loaded later are in `loaded`.
     links: Vec<Link>,
-    loaded: Loaded,
+    loaded: LoadedFiles,
     /// Time at which the next look at loaded files is due.
     look_at: Instant,
     cost: Cost<'a>,
@@ -49,7 +49,7 @@ impl<'a> Upkeep<'a> {
             target,
             args,
             links,
-            loaded: Loaded::new(target),
+            loaded: LoadedFiles::new(target),
             look_at: now + loaded::PAUSE,
             cost: Cost::new(attached, target)?,
             limit: Limit::of(args, attached),
@@ -71,11 +71,11 @@ impl<'a> Upkeep<'a> {
     }
 
     /// Schedules the next look soon, as a process has become another program.
-    pub(super) fn look_after_exec(&mut self) {
+    pub(super) fn schedule_scan_after_exec(&mut self) {
         self.look_at = self.look_at.min(Instant::now() + loaded::AFTER_EXEC);
     }
 
-    pub(super) fn look_at(&self) -> Instant {
+    pub(super) fn next_scan(&self) -> Instant {
         self.look_at
     }
 
@@ -84,12 +84,14 @@ impl<'a> Upkeep<'a> {
     }
 
     /// Probes files that processes have loaded, and looks for processes that the probes would harm.
-    pub(super) fn look(&mut self, symbolizer: &Symbolizer) {
+    pub(super) fn scan_loaded_files(&mut self, symbolizer: &Symbolizer) {
         let files = symbolizer.code_files();
         self.loaded
-            .look(files, self.target, self.attached, self.args);
+            .probe_new_files(files, self.target, self.attached, self.args);
         self.look_at = Instant::now() + loaded::PAUSE;
-        self.harm = self.loaded.read_by(symbolizer.translators());
+        self.harm = self
+            .loaded
+            .find_translator_conflict(symbolizer.translators());
     }
 
     pub(super) fn harms(&self) -> bool {
@@ -100,7 +102,7 @@ impl<'a> Upkeep<'a> {
     pub(super) fn hold_limit(&mut self) -> Result<()> {
         if let Some(share) = self.cost.look()?
             && let Some(limit) = &mut self.limit
-            && limit.hold(share)?
+            && limit.enforce(share)?
         {
             self.cost.measure()?;
         }

@@ -125,7 +125,7 @@ fn names_allocators(args: &Args) -> bool {
 
 /// Blocks that --why asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Question {
+pub(super) enum WhyQuery {
     /// The block that an address is in.
     Address(u64),
     /// All blocks of a size.
@@ -134,7 +134,7 @@ pub(super) enum Question {
     Name(String),
 }
 
-impl Question {
+impl WhyQuery {
     pub(super) fn parse(text: &str) -> Self {
         if let Some(Ok(address)) = text
             .strip_prefix("0x")
@@ -193,11 +193,11 @@ mod tests {
 
     #[test]
     fn questions_are_of_addresses_sizes_or_types() {
-        let of = Question::parse;
-        assert_eq!(of("0x7f001000"), Question::Address(0x7f00_1000));
-        assert_eq!(of("4008"), Question::Size(4008));
-        assert_eq!(of("4K"), Question::Size(4096));
-        assert_eq!(of("app::Session"), Question::Name("app::Session".into()));
-        assert_eq!(of("0xyz"), Question::Name("0xyz".into()));
+        let of = WhyQuery::parse;
+        assert_eq!(of("0x7f001000"), WhyQuery::Address(0x7f00_1000));
+        assert_eq!(of("4008"), WhyQuery::Size(4008));
+        assert_eq!(of("4K"), WhyQuery::Size(4096));
+        assert_eq!(of("app::Session"), WhyQuery::Name("app::Session".into()));
+        assert_eq!(of("0xyz"), WhyQuery::Name("0xyz".into()));
     }
 }

@@ -39,21 +39,21 @@ pub(super) fn watch<'a>(
 }
 
 /// Watch of the memory that the process uses while its allocations are traced, with its schedule.
-pub(super) struct Beside<'a> {
+pub(super) struct IdleWatch<'a> {
     process: &'a Process,
     watch: Watch,
     /// Length of the last part of the trace, which the watch is of.
     last: Duration,
-    next: Step,
+    next: WatchStep,
 }
 
 /// Next step of the watch, and when it is due.
-enum Step {
+enum WatchStep {
     BeginAnew(Instant),
     Judge(Instant),
 }
 
-impl<'a> Beside<'a> {
+impl<'a> IdleWatch<'a> {
     /// Begins a watch of the last part of the trace, if its length is given as `time`. The trace takes `traced` from
     /// now on. The watch begins at once, and anew when the last part begins. So an error shows at once, and a trace
     /// that is ended early has a result.
@@ -74,9 +74,9 @@ impl<'a> Beside<'a> {
             "memleak: which memory process {pid} uses is watched for the last {seconds:.1} s of the trace"
         );
         let next = if time < traced {
-            Step::BeginAnew(Instant::now() + (traced - time))
+            WatchStep::BeginAnew(Instant::now() + (traced - time))
         } else {
-            Step::Judge(Instant::now() + traced)
+            WatchStep::Judge(Instant::now() + traced)
         };
         Ok(Some(Self {
             process,
@@ -89,7 +89,7 @@ impl<'a> Beside<'a> {
     /// Returns the latest time at which [`follow`](Self::follow) is to be called.
     pub(super) fn deadline(&self) -> Instant {
         match self.next {
-            Step::BeginAnew(at) | Step::Judge(at) => at,
+            WatchStep::BeginAnew(at) | WatchStep::Judge(at) => at,
         }
     }
 
@@ -100,13 +100,13 @@ impl<'a> Beside<'a> {
     /// If the Accessed bits cannot be relied on any more.
     pub(super) fn follow(&mut self) -> Result<bool> {
         match self.next {
-            Step::BeginAnew(at) if at <= Instant::now() => {
+            WatchStep::BeginAnew(at) if at <= Instant::now() => {
                 self.begin_anew()?;
-                self.next = Step::Judge(Instant::now() + self.last);
+                self.next = WatchStep::Judge(Instant::now() + self.last);
                 Ok(false)
             }
-            Step::BeginAnew(_) => Ok(false),
-            Step::Judge(at) => Ok(at <= Instant::now()),
+            WatchStep::BeginAnew(_) => Ok(false),
+            WatchStep::Judge(at) => Ok(at <= Instant::now()),
         }
     }
 
@@ -158,7 +158,7 @@ impl Row for Idle {
             out,
             "{:>26} {:>18} {:>12}  of what is reachable: not used for {:.1} s, page by page",
             "idle",
-            text::counted(self.sum.blocks, "block"),
+            text::count_with_noun(self.sum.blocks, "block"),
             text::bytes(self.sum.bytes),
             self.watched_ms as f64 / 1000.0
         )?;
@@ -167,7 +167,7 @@ impl Row for Idle {
                 out,
                 "[uncertain] reclaim looked at {} meanwhile, of all processes, and cleared the marks of use: as many \
                  at most may be called idle, and are not",
-                text::counted(self.reclaim_scanned, "page")
+                text::count_with_noun(self.reclaim_scanned, "page")
             )?;
         }
         if self.own_pages_lost > 0 {
@@ -176,7 +176,7 @@ impl Row for Idle {
                 "[uncertain] {} of {} that memleak used itself have lost the mark of that (to reclaim, DAMON or others): \
                  about so large a part of what was used may be called idle; with more than a tenth, nothing is",
                 text::grouped(self.own_pages_lost),
-                text::counted(self.own_pages, "page")
+                text::count_with_noun(self.own_pages, "page")
             )?;
         }
         if !self.huge_pages_judged {
@@ -189,7 +189,7 @@ impl Row for Idle {
             writeln!(
                 out,
                 "[uncertain] {} could not be made to forget page tables: what was used only there may be called idle",
-                text::counted(self.cpus_not_reached as u64, "CPU")
+                text::count_with_noun(self.cpus_not_reached as u64, "CPU")
             )?;
         }
         Ok(())

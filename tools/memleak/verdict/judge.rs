@@ -9,15 +9,15 @@ use memtools::heap::reach::{Class, Reach};
 use memtools::process::smaps::MappedMemory;
 use serde::Serialize;
 
-use super::seen::{Born, Seen};
-use super::stacks::Known;
+use super::seen::{AllocSite, TracedBlocks};
+use super::stacks::SymbolizedStacks;
 use super::suppressions::LeakKind;
-use crate::sums::Path;
+use crate::sums::StackKey;
 
 /// Maximum number of blocks that a tree is made of.
-pub(super) const MOST_IN_TREE: usize = 1000;
+pub(super) const MAX_TREE_BLOCKS: usize = 1000;
 /// Maximum number of blocks of a chain that are followed. The chain through a list can have millions.
-const MOST_OF_CHAIN: usize = 1000;
+const MAX_CHAIN_BLOCKS: usize = 1000;
 
 /// Number of blocks and their bytes: the requested ones where the allocation was traced, else those that the program
 /// may use.
@@ -75,7 +75,7 @@ pub(super) enum Kind {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Key {
     /// Stack that has allocated the blocks, if they were traced.
-    Stack(Path),
+    Stack(StackKey),
     /// Kind of the blocks, if they were not traced.
     Kind(Kind),
 }
@@ -86,7 +86,7 @@ pub(super) struct Group {
     /// Kind of all blocks. None if a stack has allocated several kinds.
     pub(super) kind: Option<Kind>,
     /// Stack and times of the blocks' allocation, if they were traced.
-    pub(super) born: Option<Born>,
+    pub(super) born: Option<AllocSite>,
     pub(super) sum: Sum,
     /// Sum of the blocks that were lost via these.
     pub(super) via: Sum,
@@ -97,7 +97,7 @@ pub(super) struct Group {
 }
 
 impl Group {
-    fn new(example: usize, kind: Kind, born: Option<Born>) -> Self {
+    fn new(example: usize, kind: Kind, born: Option<AllocSite>) -> Self {
         Self {
             kind: Some(kind),
             born,
@@ -109,7 +109,7 @@ impl Group {
     }
 
     /// Adds a block that was not lost via another one.
-    fn add(&mut self, bytes: u64, kind: &Kind, born: Option<Born>) {
+    fn add(&mut self, bytes: u64, kind: &Kind, born: Option<AllocSite>) {
         self.sum.add(bytes);
         self.kind = self.kind.take().filter(|all| all == kind);
         if let (Some(all), Some(born)) = (&mut self.born, born) {
@@ -140,7 +140,7 @@ pub(crate) fn lost_blocks(heap: &Heap, reach: &Reach) -> HashSet<(u64, u64)> {
 pub(super) fn protected_bytes(image: &Image, mappings: &[MappedMemory]) -> u64 {
     let is_protected = |memory: &&MappedMemory| {
         let area = image.area(memory.mapping.range.start);
-        area.is_some_and(|area| !area.readable && area.is_private_memory())
+        area.is_some_and(|area| !area.readable && area.is_private_anonymous())
     };
     let protected = mappings.iter().filter(is_protected);
     protected.map(|memory| memory.anonymous).sum()
@@ -152,7 +152,7 @@ pub(super) fn judge(
     heap: &Heap,
     reach: &Reach,
     before: &HashSet<(u64, u64)>,
-    (seen, known): (&Seen, &Known),
+    (seen, known): (&TracedBlocks, &SymbolizedStacks),
     idle: Option<&IdlePages>,
     kind: impl Fn(usize) -> Kind,
 ) -> Judgement {
@@ -173,12 +173,12 @@ pub(super) fn judge(
                 sums.python_cycles.add(bytes);
                 continue;
             }
-            Class::Unreachable | Class::Via if !is_leak => {
+            Class::Unreachable | Class::UnreachableVia if !is_leak => {
                 sums.undecided.add(bytes);
                 continue;
             }
             Class::Unreachable => (&mut sums.unreachable, LeakKind::Definite, &mut lost),
-            Class::Via => (&mut sums.unreachable_via, LeakKind::Indirect, &mut lost),
+            Class::UnreachableVia => (&mut sums.unreachable_via, LeakKind::Indirect, &mut lost),
             Class::Interior => (&mut sums.interior_only, LeakKind::Possible, &mut held),
             Class::Reachable => (&mut sums.reachable, LeakKind::Reachable, &mut held),
         };
@@ -191,7 +191,7 @@ pub(super) fn judge(
             continue;
         }
         sum.add(bytes);
-        if class == Class::Via && entry(of, LeakKind::Definite).is_some() {
+        if class == Class::UnreachableVia && entry(of, LeakKind::Definite).is_some() {
             continue;
         }
         let (kind, born) = (kind(of), seen.born(of));
@@ -199,7 +199,7 @@ pub(super) fn judge(
         let group = groups
             .entry(key)
             .or_insert_with(|| Group::new(of, kind.clone(), born));
-        if class == Class::Via {
+        if class == Class::UnreachableVia {
             group.via.add(bytes);
         } else {
             group.add(bytes, &kind, born);
@@ -250,19 +250,19 @@ impl Tree {
     }
 }
 
-/// Returns the tree of what holds these blocks, of the first [`MOST_IN_TREE`]. `root` names the root at which a block's
+/// Returns the tree of what holds these blocks, of the first [`MAX_TREE_BLOCKS`]. `root` names the root at which a block's
 /// chain begins.
 pub(super) fn tree(
     heap: &Heap,
     reach: &Reach,
-    seen: &Seen,
+    seen: &TracedBlocks,
     blocks: &[usize],
     root: impl Fn(usize) -> String,
     label: impl Fn(usize) -> String,
 ) -> Tree {
     let mut tree = Tree::default();
-    for &block in blocks.iter().take(MOST_IN_TREE) {
-        let chain = reach.nearest(block, MOST_OF_CHAIN);
+    for &block in blocks.iter().take(MAX_TREE_BLOCKS) {
+        let chain = reach.nearest(block, MAX_CHAIN_BLOCKS);
         let mut labels = vec![root(block)];
         labels.extend(chain.iter().rev().map(|&by| label(by)));
         labels.push(label(block));

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use memtools::code::elf;
 use memtools::heap::image::Image;
-use memtools::heap::roots::{self, Modules, Root, RootPlace};
+use memtools::heap::roots::{self, ModuleSizes, Root, RootPlace};
 use memtools::print::demangle::demangle;
 use memtools::print::text;
 use memtools::process::mapped_file::MappedFile;
@@ -14,7 +14,7 @@ use super::judge;
 /// Names in the files that roots are in.
 #[derive(Default)]
 pub(crate) struct RootNames {
-    modules: Modules,
+    modules: ModuleSizes,
     /// Variables by file and offset: name, and offset within the variable.
     variables: HashMap<(Vec<u8>, u64), (String, u64)>,
 }
@@ -72,7 +72,7 @@ impl RootNames {
                 let file = text::escape_bytes(file);
                 match self.variables.get(&(path, offset)) {
                     Some((name, at)) => {
-                        let name = text::shown(&demangle(name));
+                        let name = text::display_name(&demangle(name));
                         let at = if *at == 0 { String::new() } else { within(*at) };
                         format!("global {file}`{name}{at}")
                     }

@@ -102,7 +102,7 @@ impl Row for Verdict {
             out,
             "{allocator}; coverage: {}: {}",
             self.coverage,
-            text::counted(blocks, "block")
+            text::count_with_noun(blocks, "block")
         )?;
         if let Some(trace) = &self.trace {
             writeln!(
@@ -123,7 +123,10 @@ fn text_of_classes(classes: &[(&str, Sum, &str)], out: &mut dyn Write) -> io::Re
         if sum.blocks == 0 && name != "unreachable" {
             continue;
         }
-        let (blocks, bytes) = (text::counted(sum.blocks, "block"), text::bytes(sum.bytes));
+        let (blocks, bytes) = (
+            text::count_with_noun(sum.blocks, "block"),
+            text::bytes(sum.bytes),
+        );
         let remark = if sum.blocks > 0 { remark } else { "" };
         let line = format!("{name:>26} {blocks:>18} {bytes:>12}  {remark}");
         writeln!(out, "{}", line.trim_end())?;
@@ -184,7 +187,7 @@ pub(super) struct Suppressed {
 impl Row for Suppressed {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let (blocks, bytes) = (
-            text::counted(self.sum.blocks, "block"),
+            text::count_with_noun(self.sum.blocks, "block"),
             text::grouped(self.sum.bytes),
         );
         writeln!(out, "\t{bytes} bytes in {blocks} suppressed: {}", self.name)
@@ -292,14 +295,14 @@ impl Row for Lost {
             out,
             "\t{} bytes in {} unreachable",
             text::grouped(self.bytes),
-            text::counted(self.blocks, "block"),
+            text::count_with_noun(self.blocks, "block"),
         )?;
         if self.via_blocks > 0 {
             write!(
                 out,
                 " (+ {} bytes in {} via)",
                 text::grouped(self.via_bytes),
-                text::counted(self.via_blocks, "block")
+                text::count_with_noun(self.via_blocks, "block")
             )?;
         }
         let Self { what, address, .. } = self;
@@ -355,7 +358,7 @@ impl IdleSum {
         format!(
             ", {} bytes in {} idle",
             text::grouped(self.idle_bytes),
-            text::counted(self.idle_blocks, "block")
+            text::count_with_noun(self.idle_blocks, "block")
         )
     }
 }
@@ -374,7 +377,7 @@ impl Row for Held {
             out,
             "\t{} bytes in {} reachable{}: {} <- {}",
             text::grouped(self.bytes),
-            text::counted(self.blocks, "block"),
+            text::count_with_noun(self.blocks, "block"),
             self.idle.as_ref().map_or(String::new(), IdleSum::text),
             self.what.text(),
             chain.join(" <- ")

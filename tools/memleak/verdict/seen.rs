@@ -7,18 +7,18 @@ use std::collections::BTreeSet;
 
 use memtools::heap::blocks::{Block, Heap};
 
-use crate::sums::{Allocation, Path};
+use crate::sums::{Allocation, StackKey};
 
 /// Stack that has allocated blocks, and the times of the allocations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Born {
-    pub(super) path: Path,
+pub(super) struct AllocSite {
+    pub(super) path: StackKey,
     /// CLOCK_MONOTONIC of the first and of the last allocation.
     pub(super) first_ns: u64,
     pub(super) last_ns: u64,
 }
 
-impl Born {
+impl AllocSite {
     /// Adds other allocations of the same stack.
     pub(super) fn join(&mut self, other: Self) {
         self.first_ns = self.first_ns.min(other.first_ns);
@@ -28,15 +28,15 @@ impl Born {
 
 /// Traced blocks of a heap.
 #[derive(Debug, Default)]
-pub(super) struct Seen {
+pub(super) struct TracedBlocks {
     pid: u32,
     /// Traced blocks, sorted by number.
-    blocks: Vec<Made>,
+    blocks: Vec<TracedBlock>,
 }
 
 /// Block whose allocation was traced.
 #[derive(Debug, Clone, Copy)]
-struct Made {
+struct TracedBlock {
     /// Index of the block in the heap's blocks.
     number: usize,
     /// Bytes that were asked for.
@@ -45,7 +45,7 @@ struct Made {
     time_ns: u64,
 }
 
-impl Seen {
+impl TracedBlocks {
     /// Finds the blocks that these allocations made. An allocation after the copy, at `copied_ns` of CLOCK_MONOTONIC,
     /// may have the address of a block that was freed meanwhile, and is left out. So is an allocation that is larger
     /// than the block at its address: it made another block.
@@ -59,14 +59,14 @@ impl Seen {
             let found = heap.block_at(by.address);
             let (number, _) = found.filter(|&(_, offset)| offset == 0 && by.pid == pid)?;
             let is_it = by.time_ns <= copied_ns && by.size <= heap.blocks()[number].size;
-            is_it.then_some(Made {
+            is_it.then_some(TracedBlock {
                 number,
                 bytes: by.size,
                 stack: by.stack,
                 time_ns: by.time_ns,
             })
         };
-        let mut blocks: Vec<Made> = allocations.into_iter().filter_map(made).collect();
+        let mut blocks: Vec<TracedBlock> = allocations.into_iter().filter_map(made).collect();
         blocks.sort_unstable_by_key(|made| made.number);
         blocks.dedup_by_key(|made| made.number);
         Self { pid, blocks }
@@ -89,10 +89,10 @@ impl Seen {
     }
 
     /// Returns the stack and the time of a block's allocation, if it was traced.
-    pub(super) fn born(&self, number: usize) -> Option<Born> {
+    pub(super) fn born(&self, number: usize) -> Option<AllocSite> {
         let made = self.made(number)?;
-        Some(Born {
-            path: Path {
+        Some(AllocSite {
+            path: StackKey {
                 pid: self.pid,
                 stack: made.stack,
             },
@@ -102,13 +102,13 @@ impl Seen {
     }
 
     /// Returns the stacks that have allocated the traced blocks, each once.
-    pub(super) fn paths(&self) -> BTreeSet<Path> {
+    pub(super) fn paths(&self) -> BTreeSet<StackKey> {
         let pid = self.pid;
         let stacks = self.blocks.iter().map(|made| made.stack);
-        stacks.map(|stack| Path { pid, stack }).collect()
+        stacks.map(|stack| StackKey { pid, stack }).collect()
     }
 
-    fn made(&self, number: usize) -> Option<&Made> {
+    fn made(&self, number: usize) -> Option<&TracedBlock> {
         let at = self
             .blocks
             .binary_search_by_key(&number, |made| made.number);
@@ -140,7 +140,7 @@ mod tests {
             pid: 8,
             ..made(0x3000, 20, 5)
         };
-        let seen = Seen::of(
+        let seen = TracedBlocks::of(
             &heap,
             7,
             100,

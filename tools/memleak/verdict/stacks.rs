@@ -6,47 +6,47 @@ use anyhow::Result;
 use memtools::stacks::named::{Frame, NamedStack};
 
 use super::report::Origin;
-use super::seen::{Born, Seen};
+use super::seen::{AllocSite, TracedBlocks};
 use super::suppressions::{LeakKind, Suppressions};
 use crate::args::Args;
-use crate::sums::Path;
+use crate::sums::StackKey;
 
 /// Source of the stacks that blocks were allocated by.
 pub(super) trait Stacks {
     /// Returns the symbolized stack. Returns None if nothing was traced.
-    fn named(&mut self, path: Path) -> Result<Option<NamedStack>>;
+    fn symbolize(&mut self, path: StackKey) -> Result<Option<NamedStack>>;
 
     /// Returns the symbolized stack, and the ages of the blocks that it has allocated. Returns None if nothing was
     /// traced.
-    fn origin(&mut self, born: Born) -> Result<Option<Origin>>;
+    fn origin(&mut self, born: AllocSite) -> Result<Option<Origin>>;
 }
 
 /// Source of stacks of a verdict without a trace.
 pub(super) struct Untraced;
 
 impl Stacks for Untraced {
-    fn named(&mut self, _: Path) -> Result<Option<NamedStack>> {
+    fn symbolize(&mut self, _: StackKey) -> Result<Option<NamedStack>> {
         Ok(None)
     }
 
-    fn origin(&mut self, _: Born) -> Result<Option<Origin>> {
+    fn origin(&mut self, _: AllocSite) -> Result<Option<Origin>> {
         Ok(None)
     }
 }
 
 /// Symbolized stacks of the traced blocks, and what suppresses them.
 #[derive(Debug, Default)]
-pub(super) struct Known {
+pub(super) struct SymbolizedStacks {
     /// Symbolized stacks. Empty if no option needs them.
-    stacks: HashMap<Path, NamedStack>,
+    stacks: HashMap<StackKey, NamedStack>,
     /// Numbers of the entries that suppress leaks, by stack and kind of leak.
-    suppressed: HashMap<(Path, LeakKind), usize>,
+    suppressed: HashMap<(StackKey, LeakKind), usize>,
 }
 
-impl Known {
+impl SymbolizedStacks {
     /// Symbolizes the stacks of the traced blocks, if options ask for something that is looked up in the names.
     pub(super) fn of(
-        seen: &Seen,
+        seen: &TracedBlocks,
         suppressions: &Suppressions,
         args: &Args,
         stacks: &mut dyn Stacks,
@@ -56,7 +56,7 @@ impl Known {
             return Ok(known);
         }
         for path in seen.paths() {
-            let Some(stack) = stacks.named(path)? else {
+            let Some(stack) = stacks.symbolize(path)? else {
                 continue;
             };
             let found = suppressions.find(frames(&stack)).into_iter();
@@ -68,12 +68,12 @@ impl Known {
     }
 
     /// Returns the number of the entry that suppresses leaks of this kind, allocated by this stack.
-    pub(super) fn suppressed(&self, path: Path, kind: LeakKind) -> Option<usize> {
+    pub(super) fn suppressed(&self, path: StackKey, kind: LeakKind) -> Option<usize> {
         self.suppressed.get(&(path, kind)).copied()
     }
 
     /// Whether a function of this name is in the stack. The name may leave out the parameters and the enclosing scopes.
-    pub(super) fn has_function(&self, path: Path, name: &str) -> bool {
+    pub(super) fn has_function(&self, path: StackKey, name: &str) -> bool {
         let stack = self.stacks.get(&path);
         let mut symbols = stack
             .into_iter()

@@ -14,8 +14,8 @@ use memtools::stacks::named::Frame;
 use sites::{Site, begins_with};
 
 /// Limits of a suppression file. Valgrind's own limits are lower.
-const MOST_BYTES: u64 = 16 << 20;
-const MOST_CALLERS: usize = 500;
+const MAX_BYTES: u64 = 16 << 20;
+const MAX_CALLERS: usize = 500;
 const LONGEST_LINE: usize = 4096;
 
 /// Kinds of leaks that Memcheck tells apart.
@@ -58,12 +58,12 @@ struct Entry {
     name: String,
     kinds: Vec<LeakKind>,
     /// Patterns of the stack's first frames, innermost first.
-    callers: Vec<Caller>,
+    callers: Vec<FramePattern>,
 }
 
 /// Pattern of a frame of a stack, or of any number of frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Caller {
+enum FramePattern {
     /// `fun:` the function, by its name or its mangled name.
     Function(String),
     /// `obj:` the file that its code is in.
@@ -85,16 +85,16 @@ impl Suppressions {
             let path = path.as_ref();
             let read = || {
                 let mut text = Vec::new();
-                let mut file = File::open(path)?.take(MOST_BYTES + 1);
+                let mut file = File::open(path)?.take(MAX_BYTES + 1);
                 file.read_to_end(&mut text)?;
                 Ok::<_, std::io::Error>(text)
             };
             let text = read().with_context(|| format!("failed to read {}", path.display()))?;
             ensure!(
-                text.len() as u64 <= MOST_BYTES,
+                text.len() as u64 <= MAX_BYTES,
                 "{} has more than {} MB: this is no file of suppressions",
                 path.display(),
-                MOST_BYTES >> 20
+                MAX_BYTES >> 20
             );
             all.add(&String::from_utf8_lossy(&text))
                 .with_context(|| format!("bad suppressions in {}", path.display()))?;
@@ -133,7 +133,7 @@ impl Suppressions {
         let callers = self.entries.iter().flat_map(|entry| &entry.callers);
         callers
             .into_iter()
-            .any(|caller| matches!(caller, Caller::Source(..)))
+            .any(|caller| matches!(caller, FramePattern::Source(..)))
     }
 
     /// Returns the kinds of leaks that are suppressed for a stack with these frames, each with the number of the first
@@ -207,17 +207,20 @@ impl Entry {
                         .with_context(|| format!("line {number}: bad match-leak-kinds"))?;
                 }
                 _ => entry.callers.push(
-                    Caller::parse(line)
+                    FramePattern::parse(line)
                         .with_context(|| format!("line {number}: not understood: {line}"))?,
                 ),
             }
             ensure!(
-                entry.callers.len() <= MOST_CALLERS,
-                "line {number}: more than {MOST_CALLERS} frames"
+                entry.callers.len() <= MAX_CALLERS,
+                "line {number}: more than {MAX_CALLERS} frames"
             );
         }
         ensure!(
-            entry.callers.iter().any(|caller| *caller != Caller::Any),
+            entry
+                .callers
+                .iter()
+                .any(|caller| *caller != FramePattern::Any),
             "line {begins}: this entry names no frame, and would suppress all"
         );
         Ok(Some(entry))
@@ -242,7 +245,7 @@ fn leak_kinds(list: &str) -> Result<Vec<LeakKind>> {
     list.split(',').map(kind).collect()
 }
 
-impl Caller {
+impl FramePattern {
     fn parse(line: &str) -> Result<Self> {
         if line == "..." {
             return Ok(Self::Any);
@@ -299,8 +302,8 @@ mod tests {
         let pool = &all.entries[0];
         assert_eq!(pool.name, "<pool>");
         assert_eq!(pool.kinds, [LeakKind::Definite, LeakKind::Indirect]);
-        let source = Caller::Source("pool.c".into(), Some(41));
-        assert_eq!(pool.callers[3..], [source, Caller::Any]);
+        let source = FramePattern::Source("pool.c".into(), Some(41));
+        assert_eq!(pool.callers[3..], [source, FramePattern::Any]);
         assert_eq!(all.entries[1].kinds.len(), 4);
         assert!(all.want_source());
     }

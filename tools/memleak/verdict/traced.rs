@@ -11,26 +11,26 @@ use memtools::process::proc::Process;
 use memtools::run::poll::Poller;
 use memtools::stacks::named::NamedStack;
 
-use super::Case;
+use super::HeapAnalysis;
 use super::args::Moment;
-use super::idle::Beside;
+use super::idle::IdleWatch;
 use super::report::{Origin, Trace};
-use super::seen::{Born, Seen};
+use super::seen::{AllocSite, TracedBlocks};
 use super::stacks::Stacks;
 use super::suppressions::Suppressions;
 use crate::args::Args;
-use crate::source::{Found, Next, Source};
-use crate::sums::Path;
+use crate::source::{Flow, ReportData, Source};
+use crate::sums::StackKey;
 
 /// Input of a verdict besides the trace.
 #[derive(Default)]
-pub(crate) struct Wanted {
+pub(crate) struct VerdictInputs {
     suppressions: Suppressions,
     /// Command, if the verdict is due at its exit.
     at_exit: Option<AtExit>,
 }
 
-impl Wanted {
+impl VerdictInputs {
     /// Reads the files that --suppressions names.
     ///
     /// # Errors
@@ -65,7 +65,7 @@ impl Wanted {
     }
 
     /// Returns the file descriptor that becomes readable when the command is held at its exit.
-    pub(crate) fn told(&self) -> Option<BorrowedFd<'_>> {
+    pub(crate) fn exit_fd(&self) -> Option<BorrowedFd<'_>> {
         self.at_exit.as_ref().map(AsFd::as_fd)
     }
 }
@@ -81,7 +81,7 @@ pub(crate) fn run<S: Source>(
     args: &Args,
     poller: &mut Poller<'_>,
     output: &mut Output,
-    wanted: &Wanted,
+    wanted: &VerdictInputs,
 ) -> Result<u64> {
     let leaks = follow(source, process, args, poller, output, wanted);
     // Release the command even if there is no verdict on it.
@@ -97,54 +97,54 @@ fn follow<S: Source>(
     args: &Args,
     poller: &mut Poller<'_>,
     output: &mut Output,
-    wanted: &Wanted,
+    wanted: &VerdictInputs,
 ) -> Result<u64> {
     let begun = Instant::now();
     let mut beside = None;
     if let Some(Moment::After(time)) = args.verdict.verdict {
-        beside = Beside::if_wanted(process, args.verdict.idle, time)?;
+        beside = IdleWatch::if_wanted(process, args.verdict.idle, time)?;
         if beside.is_none() {
             poller.tick_every(time)?;
         }
     }
     let (mut leaks, mut is_ending) = (None, false);
     loop {
-        let watched = beside.as_ref().map(Beside::deadline);
+        let watched = beside.as_ref().map(IdleWatch::deadline);
         let wake = poller.wait(source.deadline().into_iter().chain(watched).min())?;
-        match source.follow(&wake, output)? {
-            Next::GoOn => (),
-            Next::End { exited: true } => {
+        match source.handle_events(&wake, output)? {
+            Flow::Continue => (),
+            Flow::End { exited: true } => {
                 return leaks.with_context(|| {
                     let pid = process.pid();
                     format!("no verdict: process {pid} ended, or was killed, before one was due")
                 });
             }
             // The source says why it ends the run.
-            Next::End { exited: false } => return Ok(0),
+            Flow::End { exited: false } => return Ok(0),
         }
-        let is_due = wake.tick || beside.as_mut().map_or(Ok(false), Beside::follow)?;
+        let is_due = wake.tick || beside.as_mut().map_or(Ok(false), IdleWatch::follow)?;
         let Some(at_exit) = &wanted.at_exit else {
             if wake.report || is_due || wake.stop {
-                let watch = beside.as_ref().map(Beside::watch);
-                let case = Case::look_twice(&args.heap.request(process, watch))?;
+                let watch = beside.as_ref().map(IdleWatch::watch);
+                let case = HeapAnalysis::take_confirmed(&args.heap.request(process, watch))?;
                 // Lost blocks have not been freed since the copy, so none of their allocations are missing here.
-                let found = source.find(case.image.copied_ns, true)?;
+                let found = source.snapshot(case.image.copied_ns, true)?;
                 let due = (args, wanted, begun.elapsed());
                 let leaks = judge(source, case, found, due, output)?;
                 if is_due || wake.stop {
                     return Ok(leaks);
                 }
-                beside.as_mut().map_or(Ok(()), Beside::begin_anew)?;
+                beside.as_mut().map_or(Ok(()), IdleWatch::begin_anew)?;
             }
             continue;
         };
-        if wake.held
+        if wake.command_exiting
             && let Some(image) = at_exit.image()?
         {
-            let found = source.find(image.copied_ns, true)?;
+            let found = source.snapshot(image.copied_ns, true)?;
             // If all allocations were traced, and all were freed, the process need not even have a heap.
             let is_empty = found.allocations.len() == found.mappings && !source.losses()?.any();
-            let case = Case::look_at_exit(process, image, is_empty)?;
+            let case = HeapAnalysis::look_at_exit(process, image, is_empty)?;
             let due = (args, wanted, begun.elapsed());
             leaks = Some(judge(source, case, found, due, output)?);
             at_exit.release();
@@ -163,13 +163,13 @@ fn follow<S: Source>(
 
 fn judge<S: Source>(
     source: &mut S,
-    mut case: Case<'_>,
-    found: Found,
-    (args, wanted, traced): (&Args, &Wanted, Duration),
+    mut case: HeapAnalysis<'_>,
+    found: ReportData,
+    (args, wanted, traced): (&Args, &VerdictInputs, Duration),
     output: &mut Output,
 ) -> Result<u64> {
     let copied_ns = case.image.copied_ns;
-    case.seen = Seen::of(&case.heap, case.process.pid(), copied_ns, found.allocations);
+    case.seen = TracedBlocks::of(&case.heap, case.process.pid(), copied_ns, found.allocations);
     let lost = source.losses()?;
     case.trace = Some(Trace {
         traced_ms: traced.as_millis() as u64,
@@ -178,35 +178,35 @@ fn judge<S: Source>(
         ignored_suppressions: wanted.suppressions.ignored(),
         lost,
     });
-    let mut stacks = Traced { source, copied_ns };
+    let mut stacks = TraceStacks { source, copied_ns };
     let leaks = case.print(args, output, &mut stacks, &wanted.suppressions)?;
     output.flush()?;
     if lost.any() {
         eprintln!("memleak: {lost}");
     }
-    source.tell_remedies(&lost);
+    source.print_remedies(&lost);
     Ok(leaks)
 }
 
 /// Source of the stacks of a trace.
-struct Traced<'a, S> {
+struct TraceStacks<'a, S> {
     source: &'a mut S,
     /// CLOCK_MONOTONIC of the copy.
     copied_ns: u64,
 }
 
-impl<S: Source> Stacks for Traced<'_, S> {
-    fn named(&mut self, path: Path) -> Result<Option<NamedStack>> {
-        self.source.named(path).map(Some)
+impl<S: Source> Stacks for TraceStacks<'_, S> {
+    fn symbolize(&mut self, path: StackKey) -> Result<Option<NamedStack>> {
+        self.source.symbolize(path).map(Some)
     }
 
-    fn origin(&mut self, born: Born) -> Result<Option<Origin>> {
+    fn origin(&mut self, born: AllocSite) -> Result<Option<Origin>> {
         let age_ms = |time_ns: u64| self.copied_ns.saturating_sub(time_ns) / 1_000_000;
         Ok(Some(Origin {
             oldest_age_ms: age_ms(born.first_ns),
             youngest_age_ms: age_ms(born.last_ns),
             stack_id: born.path.stack,
-            stack: self.source.named(born.path)?,
+            stack: self.source.symbolize(born.path)?,
         }))
     }
 }

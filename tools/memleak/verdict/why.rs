@@ -9,8 +9,8 @@ use serde::Serialize;
 use super::judge::Tree;
 
 /// Limits of a tree: the branches that are shown below one branch, and the levels that are shown.
-const MOST_BRANCHES: usize = 8;
-const MOST_DEPTH: usize = 12;
+const MAX_BRANCHES: usize = 8;
+const MAX_DEPTH: usize = 12;
 
 /// Holders of the blocks that --why asks for.
 #[derive(Debug, Serialize)]
@@ -42,11 +42,7 @@ impl Branch {
     pub(super) fn list(tree: &Tree, depth: usize) -> (Vec<Self>, usize) {
         let mut list: Vec<_> = tree.below.iter().collect();
         list.sort_by_key(|(_, tree)| std::cmp::Reverse(tree.sum.bytes));
-        list.truncate(if depth == MOST_DEPTH {
-            0
-        } else {
-            MOST_BRANCHES
-        });
+        list.truncate(if depth == MAX_DEPTH { 0 } else { MAX_BRANCHES });
         let branch = |(holder, tree): (&String, &Tree)| {
             let (below, more) = Self::list(tree, depth + 1);
             Self {
@@ -72,7 +68,7 @@ impl Branch {
     }
 
     fn text(&self, depth: usize, out: &mut dyn Write) -> io::Result<()> {
-        let blocks = text::counted(self.blocks, "block");
+        let blocks = text::count_with_noun(self.blocks, "block");
         let bytes = text::grouped(self.bytes);
         let indent = "  ".repeat(depth);
         writeln!(out, "\t{indent}{} ({bytes} bytes in {blocks})", self.holder)?;
@@ -88,7 +84,10 @@ impl Row for Why {
             bytes,
             ..
         } = self;
-        let (blocks, bytes) = (text::counted(*blocks, "block"), text::grouped(*bytes));
+        let (blocks, bytes) = (
+            text::count_with_noun(*blocks, "block"),
+            text::grouped(*bytes),
+        );
         write!(out, "WHY {question}: {bytes} bytes in {blocks}")?;
         if self.traced_blocks < self.blocks {
             write!(
@@ -120,7 +119,7 @@ mod tests {
         let largest = tree.below.get_mut("g_19").expect("it was inserted");
         largest.below.insert("Node".into(), leaf(19));
         // A chain that is one level deeper than what is shown.
-        let deep = (0..MOST_DEPTH).fold(leaf(1), |tree, _| {
+        let deep = (0..MAX_DEPTH).fold(leaf(1), |tree, _| {
             let below = [("Node".to_owned(), tree)].into();
             Tree { below, ..leaf(1) }
         });
@@ -149,7 +148,7 @@ mod tests {
             tree,
             more,
         };
-        assert_eq!((why.tree.len(), why.more), (MOST_BRANCHES, 12));
+        assert_eq!((why.tree.len(), why.more), (MAX_BRANCHES, 12));
         let mut lines = Vec::new();
         why.text(&mut lines).expect("memory");
         let lines = String::from_utf8(lines).expect("UTF-8");

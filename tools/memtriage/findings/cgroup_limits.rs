@@ -2,12 +2,12 @@
 
 use memtools::host::memory_cgroups::MemoryCgroup;
 
-use super::{Evidence, Judgement, Level, Next, above, shell_word};
+use super::{Evidence, Judgement, Level, Next, level_from_thresholds, shell_word};
 use crate::screen::size;
 use crate::who::Culprit;
 
 /// Limit on the cgroups near their limit that are shown.
-const MOST_CGROUPS: usize = 3;
+const MAX_CGROUPS: usize = 3;
 
 /// Judges the cgroups with a limit. Look: a cgroup uses nine tenths of its limit. Act: between the two looks, it hit
 /// the limit ten times a second, or a process of it was killed. Each such cgroup is a finding, the worst first.
@@ -22,7 +22,7 @@ pub(super) fn judge(evidence: &Evidence<'_>) -> Vec<Judgement> {
     judged.sort_by(|(percent, (level, ..)), (other_percent, (other, ..))| {
         other.cmp(level).then(other_percent.total_cmp(percent))
     });
-    judged.truncate(MOST_CGROUPS);
+    judged.truncate(MAX_CGROUPS);
     if judged.is_empty() {
         let mut text = format!(
             "{} cgroups have a limit, and none is near it",
@@ -44,9 +44,9 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
     let earlier = earlier.unwrap_or(group);
     let hits = group.hits.saturating_sub(earlier.hits) as f64 / evidence.seconds();
     let kills = group.oom_kills.saturating_sub(earlier.oom_kills);
-    let level = above(group.percent(), 90.0, f64::INFINITY)
-        .max(above(hits, f64::INFINITY, 10.0))
-        .max(above(kills as f64, f64::INFINITY, 1.0));
+    let level = level_from_thresholds(group.percent(), 90.0, f64::INFINITY)
+        .max(level_from_thresholds(hits, f64::INFINITY, 10.0))
+        .max(level_from_thresholds(kills as f64, f64::INFINITY, 1.0));
     let mut text = format!(
         "{} uses {:.0} % of its {}, and hits that limit {hits:.0} times a second",
         group.path,
@@ -57,14 +57,14 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
         text += &format!("; {kills} of its processes were killed just now");
     }
     let next = if hits >= 10.0 {
-        Next::from("drsnoop --memcg -e -d 10").by(Culprit::Reclaimers)
+        Next::from("drsnoop --memcg -e -d 10").with_culprit(Culprit::Reclaimers)
     } else if evidence.now.groups.version_1 {
         // memleak supports only cgroups of version 2.
-        Next::from("faults --by-process -d 10").by(Culprit::Processes)
+        Next::from("faults --by-process -d 10").with_culprit(Culprit::Processes)
     } else {
         let folder = group.folder.to_string_lossy();
         let command = format!("memleak --cgroup {} 10", shell_word(&folder));
-        Next::from(command).by(Culprit::Cgroup(group.folder.clone(), group.path.clone()))
+        Next::from(command).with_culprit(Culprit::Cgroup(group.folder.clone(), group.path.clone()))
     };
     (level, text, next)
 }

@@ -4,16 +4,16 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 
 use crate::findings::{Next, memleak_of};
-use crate::look::{self, Look, Surroundings};
-use crate::processes::Usage;
+use crate::look::{self, OneShotData, Snapshot};
+use crate::processes::ProcessUsage;
 use crate::screen::size;
 use crate::who::Culprit;
 
 /// Evidence for the rules: two looks, and the surroundings.
 pub(crate) struct Evidence<'a> {
-    pub(crate) before: &'a Look,
-    pub(crate) now: &'a Look,
-    pub(crate) around: &'a Surroundings,
+    pub(crate) before: &'a Snapshot,
+    pub(crate) now: &'a Snapshot,
+    pub(crate) one_shot: &'a OneShotData,
     /// Bytes by which processes have grown between the two looks.
     pub(crate) growth: &'a HashMap<u32, i64>,
 }
@@ -26,7 +26,10 @@ impl Evidence<'_> {
 
     /// Returns the rate per second of a counter of /proc/vmstat between the two looks.
     pub(super) fn rate(&self, name: &str) -> f64 {
-        let (now, before) = (self.now.counters.of(name), self.before.counters.of(name));
+        let (now, before) = (
+            self.now.counters.get_or_zero(name),
+            self.before.counters.get_or_zero(name),
+        );
         now.saturating_sub(before) as f64 / self.seconds()
     }
 
@@ -41,8 +44,8 @@ impl Evidence<'_> {
     }
 
     /// Returns the sum of [`Evidence::rate`] over all counters whose names have this prefix.
-    pub(super) fn rate_of(&self, prefix: &str) -> f64 {
-        let sum = |look: &Look| look.counters.sum_of(prefix);
+    pub(super) fn rate_of_prefix(&self, prefix: &str) -> f64 {
+        let sum = |look: &Snapshot| look.counters.sum_of(prefix);
         sum(self.now).saturating_sub(sum(self.before)) as f64 / self.seconds()
     }
 
@@ -52,14 +55,14 @@ impl Evidence<'_> {
     }
 
     /// Returns the process with the most memory that only it can give back.
-    pub(super) fn largest(&self) -> Option<&Usage> {
+    pub(super) fn largest(&self) -> Option<&ProcessUsage> {
         let processes = self.now.processes.iter();
-        processes.max_by_key(|usage| (usage.own(), Reverse(usage.pid)))
+        processes.max_by_key(|usage| (usage.anon_and_swap(), Reverse(usage.pid)))
     }
 
     /// Returns the process that has grown most, other than memtriage itself, with its growth in bytes. None if no
     /// process has grown.
-    pub(super) fn fastest(&self) -> Option<(&Usage, i64)> {
+    pub(super) fn fastest(&self) -> Option<(&ProcessUsage, i64)> {
         let processes = self.now.processes.iter();
         let grown = processes.filter_map(|usage| Some((usage, *self.growth.get(&usage.pid)?)));
         let own = std::process::id();
@@ -70,7 +73,10 @@ impl Evidence<'_> {
 
     /// Returns the process, other than memtriage itself, whose number has grown most between the two looks, and the
     /// growth per second.
-    pub(super) fn most(&self, number: impl Fn(&Usage) -> u64) -> Option<(&Usage, f64)> {
+    pub(super) fn fastest_by(
+        &self,
+        number: impl Fn(&ProcessUsage) -> u64,
+    ) -> Option<(&ProcessUsage, f64)> {
         let before: HashMap<_, _> = self
             .before
             .processes
@@ -92,9 +98,9 @@ impl Evidence<'_> {
     /// Returns the process that copies most pages that it shares since a fork(2), by its minor faults. None unless
     /// anonymous memory has grown by `grown` bytes, but processes by less than half of that: a shared page counts for
     /// each process that shares it, until the process writes to the page.
-    pub(super) fn copier(&self, grown: u64) -> Option<&Usage> {
+    pub(super) fn copier(&self, grown: u64) -> Option<&ProcessUsage> {
         let own: i64 = self.growth.values().filter(|bytes| **bytes > 0).sum();
-        let (usage, faults) = self.most(|usage| usage.minor_faults)?;
+        let (usage, faults) = self.fastest_by(|usage| usage.minor_faults)?;
         let page_bytes = 4096.0;
         let copied = faults * self.seconds() * page_bytes;
         (own.unsigned_abs() < grown / 2 && copied >= grown as f64 / 2.0).then_some(usage)
@@ -102,7 +108,7 @@ impl Evidence<'_> {
 
     /// Returns a description of what has taken most of these bytes between the two looks, and the command that shows
     /// more. It is a process, or else the part of memory that has grown most.
-    pub(super) fn taker(&self, taken: u64) -> (String, Next) {
+    pub(super) fn main_consumer(&self, taken: u64) -> (String, Next) {
         let per_second = |bytes: u64| size((bytes as f64 / self.seconds()) as u64);
         if let Some((usage, bytes)) = self.fastest()
             && bytes.unsigned_abs() >= taken / 2
@@ -134,12 +140,12 @@ impl Evidence<'_> {
                 copier.comm
             );
             let next = Next::from(format!("faults --bytes -p {pid} -d 10"));
-            return (text, next.by(Culprit::Process(pid)));
+            return (text, next.with_culprit(Culprit::Process(pid)));
         }
         let next = match part {
-            "anonymous" => Next::from("faults --by-process -d 10").by(Culprit::Processes),
-            "slab" => Next::from("memleak -k --by-cache 10").by(Culprit::KernelSlabs),
-            _ => Next::from("memleak -k 10").by(Culprit::KernelPages),
+            "anonymous" => Next::from("faults --by-process -d 10").with_culprit(Culprit::Processes),
+            "slab" => Next::from("memleak -k --by-cache 10").with_culprit(Culprit::KernelSlabs),
+            _ => Next::from("memleak -k 10").with_culprit(Culprit::KernelPages),
         };
         (format!("{part} grows by {}/s", per_second(bytes)), next)
     }
@@ -148,7 +154,7 @@ impl Evidence<'_> {
     pub(super) fn memleak_of_suspect(&self) -> Next {
         let suspect = self.fastest().map(|(usage, _)| usage).or(self.largest());
         suspect.map_or_else(
-            || Next::from("faults -d 10 --by-process").by(Culprit::Processes),
+            || Next::from("faults -d 10 --by-process").with_culprit(Culprit::Processes),
             memleak_of,
         )
     }

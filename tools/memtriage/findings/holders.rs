@@ -1,6 +1,6 @@
 //! Rules about memory that no process shows as its own: shared memory, huge pages, slab, page tables.
 
-use super::{Evidence, Judgement, Level, Next, above};
+use super::{Evidence, Judgement, Level, Next, level_from_thresholds};
 use crate::findings::shell_word;
 use crate::screen::size;
 use crate::who::Culprit;
@@ -13,13 +13,13 @@ pub(super) fn unaccounted(evidence: &Evidence<'_>) -> Judgement {
         "{}, {share:.1} % of memory, are in no number of the kernel's: pages of drivers and modules",
         size(bytes)
     );
-    let next = Next::from("memleak -k 10").by(Culprit::KernelPages);
-    (above(share, 5.0, 15.0), text, next)
+    let next = Next::from("memleak -k 10").with_culprit(Culprit::KernelPages);
+    (level_from_thresholds(share, 5.0, 15.0), text, next)
 }
 
 /// Judges slabs. Look: slabs that cannot be reclaimed have 15 % of memory. Act: 30 %.
 pub(super) fn slab(evidence: &Evidence<'_>) -> Judgement {
-    let bytes = evidence.now.memory.of("SUnreclaim");
+    let bytes = evidence.now.memory.get_or_zero("SUnreclaim");
     let mut text = format!(
         "slabs that cannot be reclaimed: {}, {:.1} % of memory",
         size(bytes),
@@ -34,25 +34,25 @@ pub(super) fn slab(evidence: &Evidence<'_>) -> Judgement {
     if let Some((name, change)) = evidence.before.slabs.fastest(&evidence.now.slabs) {
         text += &format!("; fastest: {name}, +{}", size(change.bytes.cast_unsigned()));
     }
-    let level = above(evidence.share(bytes), 15.0, 30.0);
-    let next = Next::from("memleak -k --by-cache 10").by(Culprit::KernelSlabs);
+    let level = level_from_thresholds(evidence.share(bytes), 15.0, 30.0);
+    let next = Next::from("memleak -k --by-cache 10").with_culprit(Culprit::KernelSlabs);
     (level, text, next)
 }
 
 /// Judges shared memory. Look: shared memory and tmpfs have a quarter of memory. Act: half.
 pub(super) fn shmem(evidence: &Evidence<'_>) -> Judgement {
-    let bytes = evidence.now.memory.of("Shmem");
+    let bytes = evidence.now.memory.get_or_zero("Shmem");
     let mut text = format!(
         "shared memory and tmpfs: {}, {:.1} % of memory",
         size(bytes),
         evidence.share(bytes)
     );
     // A holder of less than a tenth is not the cause.
-    let tmpfs = evidence.around.tmpfs.as_ref();
+    let tmpfs = evidence.one_shot.tmpfs.as_ref();
     if let Some(tmpfs) = tmpfs.filter(|tmpfs| tmpfs.bytes > bytes / 10) {
         text += &format!("; fullest tmpfs: {}, {}", tmpfs.mount, size(tmpfs.bytes));
     }
-    let nameless = evidence.around.nameless.as_ref();
+    let nameless = evidence.one_shot.nameless.as_ref();
     if let Some(nameless) = nameless.filter(|nameless| nameless.bytes > bytes / 10) {
         text += &format!(
             "; largest file without a name: {}, {}, open in pid {}",
@@ -71,14 +71,14 @@ pub(super) fn shmem(evidence: &Evidence<'_>) -> Judgement {
             size(most.shmem)
         );
     }
-    let level = above(evidence.share(bytes), 25.0, 50.0);
-    let next = Next::from("memleak -k --pages 10").by(Culprit::KernelPages);
+    let level = level_from_thresholds(evidence.share(bytes), 25.0, 50.0);
+    let next = Next::from("memleak -k --pages 10").with_culprit(Culprit::KernelPages);
     (level, text, next)
 }
 
 /// Judges orphaned segments. Look: a hundredth of memory is in segments that no process has attached. Act: a tenth.
 pub(super) fn orphaned_shm(evidence: &Evidence<'_>) -> Judgement {
-    let orphans = evidence.around.orphans;
+    let orphans = evidence.one_shot.orphans;
     let share = evidence.share(orphans.bytes);
     let text = format!(
         "{} System V segments that nobody has attached hold {}, {share:.1} % of memory{}",
@@ -91,13 +91,17 @@ pub(super) fn orphaned_shm(evidence: &Evidence<'_>) -> Judgement {
             size(largest.bytes)
         ))
     );
-    (above(share, 1.0, 10.0), text, "shmsnoop -e -d 60".into())
+    (
+        level_from_thresholds(share, 1.0, 10.0),
+        text,
+        "shmsnoop -e -d 60".into(),
+    )
 }
 
 /// Judges the huge page pool. Look: a twentieth of memory is in huge pages that are neither used nor reserved. Act: a
 /// fifth.
 pub(super) fn huge_page_pool(evidence: &Evidence<'_>) -> Judgement {
-    let of = |name| evidence.now.memory.of(name);
+    let of = |name| evidence.now.memory.get_or_zero(name);
     let idle = of("HugePages_Free").saturating_sub(of("HugePages_Rsvd")) * of("Hugepagesize");
     let share = evidence.share(idle);
     let text = format!(
@@ -105,14 +109,18 @@ pub(super) fn huge_page_pool(evidence: &Evidence<'_>) -> Judgement {
         size(idle),
         size(of("Hugetlb"))
     );
-    (above(share, 5.0, 20.0), text, "hfaults -e -d 60".into())
+    (
+        level_from_thresholds(share, 5.0, 20.0),
+        text,
+        "hfaults -e -d 60".into(),
+    )
 }
 
 /// Judges zeros in transparent huge pages. Look: a twentieth of memory is zeros in huge pages of one process. Act:
 /// three twentieths.
 pub(super) fn huge_page_zeros(evidence: &Evidence<'_>) -> Judgement {
-    let Some(huge) = &evidence.around.huge_pages else {
-        let bytes = evidence.now.memory.of("AnonHugePages");
+    let Some(huge) = &evidence.one_shot.huge_pages else {
+        let bytes = evidence.now.memory.get_or_zero("AnonHugePages");
         let text = format!("transparent huge pages: {}", size(bytes));
         return (Level::Healthy, text, "".into());
     };
@@ -123,19 +131,19 @@ pub(super) fn huge_page_zeros(evidence: &Evidence<'_>) -> Judgement {
         "{} (pid {}) has {}: {share:.1} % of memory",
         process.map_or("", |usage| usage.comm.as_str()),
         huge.pid,
-        huge.told()
+        huge.summary()
     );
     let next = format!("hfaults --thp -p {} -d 10", huge.pid);
-    (above(share, 5.0, 15.0), text, next.into())
+    (level_from_thresholds(share, 5.0, 15.0), text, next.into())
 }
 
 /// Judges page tables. Look: page tables have a twentieth of memory. Act: three twentieths.
 pub(super) fn page_tables(evidence: &Evidence<'_>) -> Judgement {
-    let bytes = evidence.now.memory.of("PageTables");
+    let bytes = evidence.now.memory.get_or_zero("PageTables");
     let share = evidence.share(bytes);
     let text = format!("page tables: {}, {share:.1} % of memory", size(bytes));
-    let next = Next::from("faults --by-process -d 10").by(Culprit::KernelPages);
-    (above(share, 5.0, 15.0), text, next)
+    let next = Next::from("faults --by-process -d 10").with_culprit(Culprit::KernelPages);
+    (level_from_thresholds(share, 5.0, 15.0), text, next)
 }
 
 /// Judges vmalloc. Look: the kernel's vmalloc area has a tenth of memory. Act: a quarter.
@@ -143,8 +151,8 @@ pub(super) fn vmalloc(evidence: &Evidence<'_>) -> Judgement {
     let bytes = evidence.now.accounting.part("vmalloc").unwrap_or_default();
     let share = evidence.share(bytes);
     let text = format!("vmalloc: {}, {share:.1} % of memory", size(bytes));
-    let next = Next::from("memleak -k 10").by(Culprit::KernelPages);
-    (above(share, 10.0, 25.0), text, next)
+    let next = Next::from("memleak -k 10").with_culprit(Culprit::KernelPages);
+    (level_from_thresholds(share, 10.0, 25.0), text, next)
 }
 
 /// Judges dying cgroups. Look: a thousand removed cgroups hold memory. Act: ten thousand.
@@ -158,5 +166,5 @@ pub(super) fn dying_cgroups(evidence: &Evidence<'_>) -> Judgement {
         let folder = most.folder.to_string_lossy();
         next = Next::from(format!("memtriage --cgroup {}", shell_word(&folder)));
     }
-    (above(dying as f64, 1e3, 1e4), text, next)
+    (level_from_thresholds(dying as f64, 1e3, 1e4), text, next)
 }

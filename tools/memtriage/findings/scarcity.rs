@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use memtools::host::kernel_log::Kill;
+use memtools::host::kernel_log::OomKill;
 
-use super::{Evidence, Judgement, Level, Next, above, age, memleak_of};
+use super::{Evidence, Judgement, Level, Next, age, level_from_thresholds, memleak_of};
 use crate::accounting::FREE_IN_LISTS;
-use crate::look::Look;
+use crate::look::Snapshot;
 use crate::screen::size;
 use crate::who::Culprit;
 
@@ -14,13 +14,13 @@ use crate::who::Culprit;
 /// read.
 pub(super) fn oom_kills(evidence: &Evidence<'_>) -> Judgement {
     const RECENT: Duration = Duration::from_secs(3600);
-    let count = evidence.now.counters.of("oom_kill");
-    let Some(kills) = &evidence.around.kills else {
-        let level = above(count as f64, 1.0, f64::INFINITY);
+    let count = evidence.now.counters.get_or_zero("oom_kill");
+    let Some(kills) = &evidence.one_shot.kills else {
+        let level = level_from_thresholds(count as f64, 1.0, f64::INFINITY);
         let text = format!("{count} OOM kills since the start; when, only root may read");
         return (level, text, "oomkill".into());
     };
-    let recent: Vec<&Kill> = kills.iter().filter(|kill| kill.age < RECENT).collect();
+    let recent: Vec<&OomKill> = kills.iter().filter(|kill| kill.age < RECENT).collect();
     let Some(last) = recent.last() else {
         let text = format!("{count} OOM kills since the start, none in the last hour");
         return (Level::Healthy, text, "oomkill".into());
@@ -44,8 +44,9 @@ pub(super) fn oom_kills(evidence: &Evidence<'_>) -> Judgement {
 /// nearly all is used already, changes of less than a hundredth of memory are noise.
 pub(super) fn running_out(evidence: &Evidence<'_>) -> Judgement {
     // MemAvailable leaves out the pages in lists of CPUs, which are taken first.
-    let available = |look: &Look| {
-        look.memory.of("MemAvailable") + look.accounting.part(FREE_IN_LISTS).unwrap_or_default()
+    let available = |look: &Snapshot| {
+        look.memory.get_or_zero("MemAvailable")
+            + look.accounting.part(FREE_IN_LISTS).unwrap_or_default()
     };
     let (before, now) = (available(evidence.before), available(evidence.now));
     let lost = before.saturating_sub(now);
@@ -55,13 +56,13 @@ pub(super) fn running_out(evidence: &Evidence<'_>) -> Judgement {
     } else {
         f64::INFINITY
     };
-    let level = above(-left, -120.0, -30.0);
+    let level = level_from_thresholds(-left, -120.0, -30.0);
     let is_noise = evidence.share(before) < 5.0 && evidence.share(lost) < 1.0;
     if level == Level::Healthy || is_noise {
         let text = format!("available memory shrinks by {}/s", size(rate as u64));
         return (Level::Healthy, text, "".into());
     }
-    let (taker, next) = evidence.taker(lost);
+    let (taker, next) = evidence.main_consumer(lost);
     let text = format!(
         "at {}/s all memory is used in {left:.0} s; {taker}",
         size(rate as u64)
@@ -71,7 +72,7 @@ pub(super) fn running_out(evidence: &Evidence<'_>) -> Judgement {
 
 /// Judges available memory. Look: less than a tenth of memory is available. Act: less than a twentieth.
 pub(super) fn available(evidence: &Evidence<'_>) -> Judgement {
-    let available = evidence.now.memory.of("MemAvailable");
+    let available = evidence.now.memory.get_or_zero("MemAvailable");
     let share = evidence.share(available);
     let mut text = format!("{} available, {share:.1} % of memory", size(available));
     if let Some(largest) = evidence.largest() {
@@ -79,11 +80,11 @@ pub(super) fn available(evidence: &Evidence<'_>) -> Judgement {
             "; largest: {} (pid {}), {}",
             largest.comm,
             largest.pid,
-            size(largest.own())
+            size(largest.anon_and_swap())
         );
     }
     (
-        above(-share, -10.0, -5.0),
+        level_from_thresholds(-share, -10.0, -5.0),
         text,
         evidence.memleak_of_suspect(),
     )
@@ -92,52 +93,50 @@ pub(super) fn available(evidence: &Evidence<'_>) -> Judgement {
 /// Judges memory pressure. Look: some task waited for memory in a tenth of the last ten seconds. Act: all tasks did
 /// in a twentieth.
 pub(super) fn pressure(evidence: &Evidence<'_>) -> Judgement {
-    let Some(pressure) = evidence.around.pressure else {
+    let Some(pressure) = evidence.one_shot.pressure else {
         let text = "this kernel tells no memory pressure (CONFIG_PSI, psi=1)".into();
         return (Level::Healthy, text, "".into());
     };
-    let level = above(pressure.some.avg10, 10.0, f64::INFINITY).max(above(
-        pressure.full.avg10,
-        f64::INFINITY,
-        5.0,
-    ));
+    let level = level_from_thresholds(pressure.some.avg10, 10.0, f64::INFINITY).max(
+        level_from_thresholds(pressure.full.avg10, f64::INFINITY, 5.0),
+    );
     let text = format!(
         "tasks waited for memory {:.1} % of the last 10 s, all at once {:.1} %",
         pressure.some.avg10, pressure.full.avg10
     );
     let next = if evidence.swap_ins() >= 1.0 {
-        Next::from("swapin -s -d 10").by(Culprit::Readers)
+        Next::from("swapin -s -d 10").with_culprit(Culprit::Readers)
     } else {
-        Next::from("drsnoop --memcg -d 10").by(Culprit::Reclaimers)
+        Next::from("drsnoop --memcg -d 10").with_culprit(Culprit::Reclaimers)
     };
     (level, text, next)
 }
 
 /// Judges direct reclaim. Look: a task has to reclaim memory itself once a second. Act: a hundred times.
 pub(super) fn direct_reclaim(evidence: &Evidence<'_>) -> Judgement {
-    let rate = evidence.rate_of("allocstall");
+    let rate = evidence.rate_of_prefix("allocstall");
     let text = format!("tasks had to reclaim memory themselves {rate:.0} times a second");
-    let next = Next::from("drsnoop -d 10").by(Culprit::Reclaimers);
-    (above(rate, 1.0, 100.0), text, next)
+    let next = Next::from("drsnoop -d 10").with_culprit(Culprit::Reclaimers);
+    (level_from_thresholds(rate, 1.0, 100.0), text, next)
 }
 
 /// Judges reads from swap. Look: a hundred pages a second are read back from swap. Act: a thousand.
 pub(super) fn swap_in(evidence: &Evidence<'_>) -> Judgement {
     let (read, written) = (evidence.swap_ins(), evidence.swap_outs());
     let mut text = format!("{read:.0} pages/s are read back from swap, {written:.0} written");
-    if let Some((most, faults)) = evidence.most(|usage| usage.major_faults) {
+    if let Some((most, faults)) = evidence.fastest_by(|usage| usage.major_faults) {
         text += &format!(
             "; most by {} (pid {}), which waits {faults:.0} times a second",
             most.comm, most.pid
         );
     }
-    let next = Next::from("swapin -s -d 10").by(Culprit::Readers);
-    (above(read, 100.0, 1000.0), text, next)
+    let next = Next::from("swapin -s -d 10").with_culprit(Culprit::Readers);
+    (level_from_thresholds(read, 100.0, 1000.0), text, next)
 }
 
 /// Judges the used swap. Look: nine tenths of swap are used. Act: all but a fiftieth.
 pub(super) fn swap_full(evidence: &Evidence<'_>) -> Judgement {
-    let of = |name| evidence.now.memory.of(name);
+    let of = |name| evidence.now.memory.get_or_zero(name);
     let (total, used) = (
         of("SwapTotal"),
         of("SwapTotal").saturating_sub(of("SwapFree")),
@@ -158,7 +157,7 @@ pub(super) fn swap_full(evidence: &Evidence<'_>) -> Judgement {
         );
     }
     let next = most.map_or_else(|| "swapin -d 10".into(), memleak_of);
-    (above(share, 90.0, 98.0), text, next)
+    (level_from_thresholds(share, 90.0, 98.0), text, next)
 }
 
 /// Judges refaults. Look: a thousand pages a second are read again that were dropped lately. Act: ten thousand, while
@@ -170,8 +169,8 @@ pub(super) fn refaults(evidence: &Evidence<'_>) -> Judgement {
     // Kernels before 5.9 have one number for both kinds.
     let rate = evidence.rate("workingset_refault_file") + evidence.rate("workingset_refault");
     let mut text = format!("{rate:.0} file pages/s are read again soon after they were dropped");
-    let mut level = above(rate, 1000.0, 10_000.0);
-    let free = evidence.now.memory.of("MemFree");
+    let mut level = level_from_thresholds(rate, 1000.0, 10_000.0);
+    let free = evidence.now.memory.get_or_zero("MemFree");
     if level > Level::Healthy && evidence.share(free) >= PLENTY {
         text += &format!(
             ", although {} are free: by a cgroup's limit, or on request",
@@ -185,10 +184,10 @@ pub(super) fn refaults(evidence: &Evidence<'_>) -> Judgement {
         return (
             level,
             text,
-            Next::from("ffaults --path -d 10").by(Culprit::Readers),
+            Next::from("ffaults --path -d 10").with_culprit(Culprit::Readers),
         );
     }
-    if let Some((most, bytes)) = evidence.most(|usage| usage.disk_reads.unwrap_or_default()) {
+    if let Some((most, bytes)) = evidence.fastest_by(|usage| usage.disk_reads.unwrap_or_default()) {
         text += &format!(
             "; most by read(2), of {} (pid {}), {}/s from disk",
             most.comm,
@@ -205,7 +204,7 @@ pub(super) fn compaction(evidence: &Evidence<'_>) -> Judgement {
     let rate = evidence.rate("compact_stall");
     let text = format!("tasks waited for compaction {rate:.0} times a second");
     (
-        above(rate, 1.0, 100.0),
+        level_from_thresholds(rate, 1.0, 100.0),
         text,
         "vmscan --compaction -d 10".into(),
     )

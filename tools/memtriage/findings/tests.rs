@@ -6,8 +6,8 @@ mod scarcity;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use memtools::host::kernel_log::Kill;
-use memtools::host::memory_cgroups::{Dying, MemoryCgroup, MemoryCgroups};
+use memtools::host::kernel_log::OomKill;
+use memtools::host::memory_cgroups::{DyingCgroups, MemoryCgroup, MemoryCgroups};
 use memtools::host::pressure::Pressure;
 use memtools::host::slabinfo::Slabinfo;
 use memtools::host::values::Values;
@@ -15,10 +15,10 @@ use memtools::host::values::Values;
 use super::*;
 use crate::accounting::{Accounting, FREE_IN_LISTS};
 use crate::huge_pages::HugePages;
-use crate::look::{Look, Orphans, SharedSegment, Surroundings, Tmpfs};
-use crate::nameless::Nameless;
-use crate::processes::Usage;
-use crate::whose::Holders;
+use crate::look::{OneShotData, Orphans, SharedSegment, Snapshot, Tmpfs};
+use crate::processes::ProcessUsage;
+use crate::rankings::Holders;
+use crate::unlinked::UnlinkedFile;
 
 const GIB: u64 = 1 << 30;
 const HEALTHY: &str = "MemTotal: 1048576 kB\nMemFree: 524288 kB\nMemAvailable: 838860 kB\n\
@@ -26,24 +26,24 @@ const HEALTHY: &str = "MemTotal: 1048576 kB\nMemFree: 524288 kB\nMemAvailable: 8
 
 /// Healthy machine of 1 GiB, with two looks one second apart.
 struct Machine {
-    before: Look,
-    now: Look,
-    around: Surroundings,
+    before: Snapshot,
+    now: Snapshot,
+    around: OneShotData,
     growth: HashMap<u32, i64>,
 }
 
-fn look(at: Instant, meminfo: &str, vmstat: &str) -> Look {
+fn look(at: Instant, meminfo: &str, vmstat: &str) -> Snapshot {
     let (memory, counters) = (Values::parse(meminfo), Values::parse(vmstat));
-    Look {
+    Snapshot {
         at,
         accounting: Accounting::of(&memory, &counters, "", 4096),
         memory,
         counters,
-        processes: vec![Usage {
+        processes: vec![ProcessUsage {
             pid: 4242,
             comm: "eater".into(),
             anon: GIB / 8,
-            ..Usage::default()
+            ..ProcessUsage::default()
         }],
         slabs: Slabinfo::default(),
         groups: MemoryCgroups::default(),
@@ -61,7 +61,7 @@ impl Machine {
                 &format!("{HEALTHY}{more_memory}"),
                 vmstat,
             ),
-            around: Surroundings {
+            around: OneShotData {
                 pressure: Some(Pressure::default()),
                 kills: Some(Vec::new()),
                 orphans: Orphans::default(),
@@ -77,7 +77,7 @@ impl Machine {
         Evidence {
             before: &self.before,
             now: &self.now,
-            around: &self.around,
+            one_shot: &self.around,
             growth: &self.growth,
         }
     }

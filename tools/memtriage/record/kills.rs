@@ -8,11 +8,11 @@ use std::thread::{self, JoinHandle};
 use anyhow::Result;
 use serde_json::Value;
 
-use crate::siblings::{self, all_of, last_message};
+use crate::tools::{self, all_of, last_message};
 
 /// Process that was killed.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Kill {
+pub(crate) struct ReportedKill {
     pub(crate) pid: u32,
     /// Object that `oomkill -e -j` prints.
     pub(crate) object: Value,
@@ -21,7 +21,7 @@ pub(crate) struct Kill {
 /// Objects of oomkill since the last look.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Batch {
-    pub(crate) kills: Vec<Kill>,
+    pub(crate) kills: Vec<ReportedKill>,
     /// Number of processes that were killed along with a victim, which may be of an earlier batch.
     also_killed: u64,
 }
@@ -38,7 +38,7 @@ impl Kills {
     /// # Errors
     /// If oomkill cannot be run.
     pub(crate) fn start() -> Result<Self> {
-        let child = siblings::start("oomkill", &["-e".into()], &[])?;
+        let child = tools::start("oomkill", &["-e".into()], &[])?;
         Ok(Self::of(child))
     }
 
@@ -61,7 +61,7 @@ impl Kills {
 
     /// Returns the kills since the last call.
     pub(crate) fn since_last(&mut self) -> Batch {
-        if siblings::has_ended(&mut self.child)
+        if tools::has_ended(&mut self.child)
             && let Some(messages) = self.messages.take()
         {
             let messages = messages.join().unwrap_or_default();
@@ -74,7 +74,7 @@ impl Kills {
 
 impl Drop for Kills {
     fn drop(&mut self) {
-        siblings::end(&mut self.child);
+        tools::stop(&mut self.child);
     }
 }
 
@@ -96,7 +96,7 @@ impl Batch {
         let mut batch = Self::default();
         for object in objects {
             match object["type"].as_str() {
-                Some("kill") => batch.kills.push(Kill {
+                Some("kill") => batch.kills.push(ReportedKill {
                     pid: pid_of(&object["victim"]),
                     object,
                 }),

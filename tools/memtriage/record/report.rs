@@ -7,21 +7,21 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use jiff::Zoned;
 use jiff::tz::TimeZone;
-use memtools::export::replace::Replaced;
+use memtools::export::atomic_file::AtomicFile;
 use memtools::print::clock;
 use memtools::print::output::{Row, SCHEMA};
 use memtools::print::text;
-use memtools::process::container::{self, Home};
+use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::processes::Usage;
-use crate::record::kills::Kill;
-use crate::record::mark::{History, MemoryPlace, Moment};
+use crate::processes::ProcessUsage;
+use crate::record::kills::ReportedKill;
+use crate::record::oom_domain::{History, Moment, OomDomain};
 use crate::record::tracing::{Outcome, Tracing};
 use crate::screen::{ProcessRow, size};
-use crate::siblings::Question;
-use crate::who::Answer;
+use crate::tools::ToolSpec;
+use crate::who::ToolResult;
 
 /// Number of processes that are shown.
 pub(crate) const PROCESSES: usize = 10;
@@ -31,18 +31,23 @@ const RULES: &[&str] = &["growing"];
 /// Data of a kill.
 pub(crate) struct KillReport {
     time: Zoned,
-    kill: Kill,
+    kill: ReportedKill,
     above: f64,
-    place: MemoryPlace,
+    place: OomDomain,
     moments: Vec<Moment>,
-    processes: Vec<(Usage, i64)>,
-    profiles: Vec<(Question, Outcome)>,
+    processes: Vec<(ProcessUsage, i64)>,
+    profiles: Vec<(ToolSpec, Outcome)>,
 }
 
 impl KillReport {
     /// Makes the report of a kill from the history and the traced processes. Takes the victim's profiles from
     /// `tracing`.
-    pub(crate) fn of(kill: Kill, above: f64, history: &History, tracing: &mut Tracing) -> Self {
+    pub(crate) fn of(
+        kill: ReportedKill,
+        above: f64,
+        history: &History,
+        tracing: &mut Tracing,
+    ) -> Self {
         Self {
             time: clock::now(),
             above,
@@ -55,9 +60,9 @@ impl KillReport {
     }
 
     /// Returns the cgroup of the victim, as oomkill reports it.
-    fn home(&self) -> Home {
+    fn cgroup_info(&self) -> CgroupInfo {
         let cgroup = self.kill.object["victim"]["cgroup"].as_str();
-        Home::at(cgroup.map(|path| text::shown(path).to_string()))
+        CgroupInfo::at(cgroup.map(|path| text::display_name(path).to_string()))
     }
 
     fn rows(&self, container: bool) -> Rows<'_> {
@@ -66,7 +71,7 @@ impl KillReport {
         Rows {
             time: &self.time,
             kill: &self.kill.object,
-            home: self.home(),
+            cgroup_info: self.cgroup_info(),
             container,
             mark_percent: self.above,
             place: &self.place,
@@ -75,7 +80,7 @@ impl KillReport {
                 .map(|(usage, growth)| ProcessRow::new(usage, *growth, container))
                 .collect(),
             traced: profiles
-                .map(|(question, outcome)| Answer::of(RULES, question, outcome, container))
+                .map(|(question, outcome)| ToolResult::target(RULES, question, outcome, container))
                 .collect(),
             schema: SCHEMA,
         }
@@ -92,31 +97,31 @@ struct Rows<'a> {
     kill: &'a Value,
     /// Cgroup of the victim, for text. In JSON, `kill` has it.
     #[serde(skip)]
-    home: Home,
+    cgroup_info: CgroupInfo,
     /// Whether text shows containers.
     #[serde(skip)]
     container: bool,
     mark_percent: f64,
     #[serde(flatten)]
-    place: &'a MemoryPlace,
+    place: &'a OomDomain,
     moments: &'a [Moment],
     processes: Vec<ProcessRow<'a>>,
-    traced: Vec<Answer<'a>>,
+    traced: Vec<ToolResult<'a>>,
     schema: u32,
 }
 
 impl Row for Rows<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let victim = &self.kill["victim"];
-        let comm = text::shown(victim["comm"].as_str().unwrap_or("?"));
+        let comm = text::display_name(victim["comm"].as_str().unwrap_or("?"));
         writeln!(
             out,
             "{} {comm} (pid {}){} was killed",
             clock::time_of_day(self.time),
             victim["pid"],
-            container::inside(Some(&self.home).filter(|_| self.container))
+            container::inside(Some(&self.cgroup_info).filter(|_| self.container))
         )?;
-        let limit = self.kill["limit_cgroup"].as_str().map(text::shown);
+        let limit = self.kill["limit_cgroup"].as_str().map(text::display_name);
         match (limit, self.kill["limit_kb"].as_u64()) {
             (Some(limit), Some(kb)) => {
                 writeln!(out, "for the limit of {limit}, {}", size(kb << 10))?
@@ -196,7 +201,7 @@ impl ReportFolder {
         );
         let rows = report.rows(self.container);
         let write = |ending: &str, content: &dyn Fn(&mut dyn Write) -> io::Result<()>| {
-            let file = Replaced::at(&self.folder.join(format!("{name}.{ending}")))?;
+            let file = AtomicFile::at(&self.folder.join(format!("{name}.{ending}")))?;
             file.write(|out| Ok(content(out)?))?;
             anyhow::Ok(file.name())
         };
@@ -211,8 +216,8 @@ impl ReportFolder {
         Ok(Recorded {
             time: report.time.clone(),
             pid: report.kill.pid,
-            comm: comm.map(|comm| text::shown(comm).to_string()),
-            home: report.home(),
+            comm: comm.map(|comm| text::display_name(comm).to_string()),
+            cgroup_info: report.cgroup_info(),
             container: self.container,
             text,
             json,
@@ -265,7 +270,7 @@ pub(crate) struct Recorded {
     pid: u32,
     comm: Option<String>,
     #[serde(flatten)]
-    home: Home,
+    cgroup_info: CgroupInfo,
     /// Whether text shows the container.
     #[serde(skip)]
     container: bool,
@@ -285,7 +290,7 @@ impl Row for Recorded {
             out,
             "{time} {comm} (pid {}){} was killed: {}",
             self.pid,
-            container::inside(Some(&self.home).filter(|_| self.container)),
+            container::inside(Some(&self.cgroup_info).filter(|_| self.container)),
             self.text
         )
     }

@@ -7,42 +7,42 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use jiff::Zoned;
-use memtools::export::earlier::Earlier;
+use memtools::export::saved_profile::SavedProfile;
 use memtools::print::clock;
 use memtools::print::output::Row;
 use memtools::process::cgroup;
-use memtools::process::container::{self, Home};
+use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::processes::{self, Usage};
+use crate::processes::{self, ProcessUsage};
 use crate::record::kills::{Batch, Kills};
-use crate::record::mark::MemoryPlace;
+use crate::record::oom_domain::OomDomain;
 use crate::record::report::PROCESSES;
-use crate::siblings::{self, Question, Run, Unit, Whose};
+use crate::tools::{self, Run, ToolSpec, ToolTarget, Unit};
 
 /// Limit on the processes that are traced at once: the machine is short of memory already.
-const MOST: usize = 3;
+const MAX_TRACED: usize = 3;
 /// Growth from one look to the next, in bytes, below which a process is not traced.
-const LEAST_GROWTH: i64 = 1 << 20;
+const MIN_GROWTH: i64 = 1 << 20;
 /// Time between the first two looks.
 const FIRST: Duration = Duration::from_millis(250);
 /// Time for which the profile of a process is kept after its exit: on a machine short of memory, oomkill may report
 /// the kill only seconds later.
-pub(crate) const KEPT: Duration = Duration::from_secs(60);
+pub(crate) const EXITED_RETENTION: Duration = Duration::from_secs(60);
 /// Time between two profiles of a process, in seconds.
 const PROFILE: &str = "2";
 
 /// Runs of the tools while one place is nearly used up.
 pub(crate) struct Tracing {
-    place: MemoryPlace,
+    place: OomDomain,
     kills: Kills,
     traced: Vec<Traced>,
     /// Runs that have ended, each with the time at which its process was last seen, or the run found ended.
     ended: Vec<(Instant, Traced)>,
     /// Processes that memleak cannot trace. faults is started once for each.
-    fallen_back: Vec<Usage>,
+    fallen_back: Vec<ProcessUsage>,
     /// Processes at the last look, ...
     now: Processes,
     /// ... and at the one before.
@@ -55,7 +55,7 @@ pub(crate) struct Tracing {
 #[derive(Default)]
 struct Processes {
     /// All processes, the largest first.
-    all: Vec<Usage>,
+    all: Vec<ProcessUsage>,
     /// Bytes by which each process has grown since the look before, by pid.
     growth: HashMap<u32, i64>,
 }
@@ -63,14 +63,14 @@ struct Processes {
 /// Process that is traced.
 pub(crate) struct Traced {
     /// Usage of the process when it was largest.
-    usage: Usage,
-    pub(crate) question: Question,
+    usage: ProcessUsage,
+    pub(crate) question: ToolSpec,
     run: Run,
     /// Whether the tool is the second choice, faults.
     is_fallback: bool,
     /// Largest processes at the look at which this one was largest, with their growth: a process that is being killed
     /// has less and less memory.
-    beside: Vec<(Usage, i64)>,
+    beside: Vec<(ProcessUsage, i64)>,
 }
 
 impl Tracing {
@@ -78,14 +78,14 @@ impl Tracing {
     ///
     /// # Errors
     /// If oomkill cannot be run, or there is no folder for the tools' profiles.
-    pub(crate) fn start(place: MemoryPlace) -> Result<Self> {
+    pub(crate) fn start(place: OomDomain) -> Result<Self> {
         let mut tracing = Self::beside(Kills::start()?, place)?;
         tracing.look();
         std::thread::sleep(FIRST);
         Ok(tracing)
     }
 
-    fn beside(kills: Kills, place: MemoryPlace) -> Result<Self> {
+    fn beside(kills: Kills, place: OomDomain) -> Result<Self> {
         Ok(Self {
             place,
             kills,
@@ -99,7 +99,7 @@ impl Tracing {
         })
     }
 
-    pub(crate) fn place(&self) -> &MemoryPlace {
+    pub(crate) fn place(&self) -> &OomDomain {
         &self.place
     }
 
@@ -118,7 +118,7 @@ impl Tracing {
             is_in_place && !left_out.contains(&pid)
         };
         let growing = self.now.fastest(wanted);
-        for usage in growing.into_iter().take(MOST - self.traced.len()) {
+        for usage in growing.into_iter().take(MAX_TRACED - self.traced.len()) {
             started.extend(self.trace(usage, false));
         }
         started
@@ -136,16 +136,16 @@ impl Tracing {
     fn look(&mut self) {
         let mut all = processes::all();
         // Reports show only these, and a process that was killed cannot be looked up any more.
-        all.sort_by_key(|usage| (Reverse(usage.own()), usage.pid));
+        all.sort_by_key(|usage| (Reverse(usage.anon_and_swap()), usage.pid));
         let shown = all.len().min(PROCESSES);
-        processes::find_homes(&mut all[..shown]);
+        processes::find_cgroups(&mut all[..shown]);
         let growth = processes::growth(&self.now.all, &all);
         self.before = std::mem::replace(&mut self.now, Processes { all, growth });
         let largest = self.now.largest();
         let ended = self.ended.iter_mut().map(|(_, one)| one);
         for one in self.traced.iter_mut().chain(ended) {
             if let Some(usage) = self.now.find(&one.usage)
-                && usage.own() >= one.usage.own()
+                && usage.anon_and_swap() >= one.usage.anon_and_swap()
             {
                 one.usage = usage.clone();
                 one.beside.clone_from(&largest);
@@ -157,7 +157,7 @@ impl Tracing {
     fn drop_ended(&mut self) -> Vec<Started> {
         let mut again = Vec::new();
         for mut one in std::mem::take(&mut self.traced) {
-            if !siblings::has_ended(&mut one.run.child) {
+            if !tools::has_ended(&mut one.run.child) {
                 self.traced.push(one);
                 continue;
             }
@@ -176,7 +176,7 @@ impl Tracing {
             if self.now.find(&one.usage).is_some() {
                 *seen = Instant::now();
             }
-            seen.elapsed() < KEPT
+            seen.elapsed() < EXITED_RETENTION
         });
         self.fallen_back.extend(again.iter().cloned());
         self.fallen_back
@@ -187,8 +187,8 @@ impl Tracing {
             .collect()
     }
 
-    fn trace(&mut self, usage: Usage, is_fallback: bool) -> Option<Started> {
-        let whose = Whose::process(usage.pid, usage.home.as_ref());
+    fn trace(&mut self, usage: ProcessUsage, is_fallback: bool) -> Option<Started> {
+        let whose = ToolTarget::process(usage.pid, usage.cgroup_info.as_ref());
         let question = question(usage.pid, whose, is_fallback);
         let run = Run::start(&question, &self.folder, self.started);
         self.started += 1;
@@ -202,7 +202,7 @@ impl Tracing {
         let started = Started {
             time: clock::now(),
             pid: usage.pid,
-            home: question.of.home().cloned(),
+            cgroup_info: question.target.cgroup_info().cloned(),
             container: false,
             comm: usage.comm.clone(),
             command: question.command(),
@@ -224,14 +224,14 @@ impl Tracing {
 
     /// Returns the profiles of the victim, which is not traced any more, and then those of the other traced
     /// processes.
-    pub(crate) fn profiles(&mut self, victim: u32) -> Vec<(Question, Outcome)> {
+    pub(crate) fn profiles(&mut self, victim: u32) -> Vec<(ToolSpec, Outcome)> {
         let is_victim = |one: &Traced| one.usage.pid == victim;
         let ended = self.ended.extract_if(.., |(_, one)| is_victim(one));
         let ended = ended.map(|(_, one)| one);
         let running = self.traced.extract_if(.., |one| is_victim(one));
         let mut profiles: Vec<_> = running.chain(ended).map(Traced::last_profile).collect();
         for one in &self.traced {
-            let so_far = one.run.so_far().map(|profile| (profile, None));
+            let so_far = one.run.latest_profile().map(|profile| (profile, None));
             profiles.push((one.question.clone(), so_far));
         }
         profiles
@@ -239,13 +239,13 @@ impl Tracing {
 
     /// Returns the largest processes with their growth. If the victim is traced, they are those of the look at which
     /// it was largest, else those of the last look at which it existed.
-    pub(crate) fn largest(&self, victim: u32) -> Vec<(Usage, i64)> {
+    pub(crate) fn largest(&self, victim: u32) -> Vec<(ProcessUsage, i64)> {
         let ended = self.ended.iter().map(|(_, one)| one);
         let mut traced = self.traced.iter().chain(ended);
         if let Some(one) = traced.find(|one| one.usage.pid == victim) {
             return one.beside.clone();
         }
-        let was_there = |usage: &Usage| usage.pid == victim;
+        let was_there = |usage: &ProcessUsage| usage.pid == victim;
         let looks = [&self.now, &self.before];
         let seen = looks
             .into_iter()
@@ -255,39 +255,40 @@ impl Tracing {
 }
 
 /// Profile of a tool, with its losses, or the reason why there is none.
-pub(crate) type Outcome = Result<(Earlier, Option<Value>)>;
+pub(crate) type Outcome = Result<(SavedProfile, Option<Value>)>;
 
 impl Traced {
     /// Returns the profile of a process that was killed. The tool ends with the process.
-    fn last_profile(mut self) -> (Question, Outcome) {
-        siblings::wait_for(&mut self.run.child);
-        siblings::end(&mut self.run.child);
+    fn last_profile(mut self) -> (ToolSpec, Outcome) {
+        tools::wait_for(&mut self.run.child);
+        tools::stop(&mut self.run.child);
         (self.question, self.run.end())
     }
 }
 
 impl Processes {
-    fn grown(&self, usage: &Usage) -> i64 {
+    fn grown(&self, usage: &ProcessUsage) -> i64 {
         self.growth.get(&usage.pid).copied().unwrap_or_default()
     }
 
     /// Finds a process of an earlier look in this one.
-    fn find(&self, usage: &Usage) -> Option<&Usage> {
-        let same = |one: &&Usage| (one.pid, one.started) == (usage.pid, usage.started);
+    fn find(&self, usage: &ProcessUsage) -> Option<&ProcessUsage> {
+        let same = |one: &&ProcessUsage| (one.pid, one.started) == (usage.pid, usage.started);
         self.all.iter().find(same)
     }
 
     /// Returns the wanted processes that have grown enough to be traced, the fastest first.
-    fn fastest(&self, wanted: impl Fn(u32) -> bool) -> Vec<Usage> {
+    fn fastest(&self, wanted: impl Fn(u32) -> bool) -> Vec<ProcessUsage> {
         let growing = self.all.iter();
-        let growing = growing.filter(|usage| self.grown(usage) >= LEAST_GROWTH);
-        let mut growing: Vec<Usage> = growing.filter(|usage| wanted(usage.pid)).cloned().collect();
+        let growing = growing.filter(|usage| self.grown(usage) >= MIN_GROWTH);
+        let mut growing: Vec<ProcessUsage> =
+            growing.filter(|usage| wanted(usage.pid)).cloned().collect();
         growing.sort_by_key(|usage| (Reverse(self.grown(usage)), usage.pid));
         growing
     }
 
     /// Returns the largest processes, with their growth.
-    fn largest(&self) -> Vec<(Usage, i64)> {
+    fn largest(&self) -> Vec<(ProcessUsage, i64)> {
         let largest = self.all.iter().take(PROCESSES);
         largest
             .map(|usage| (usage.clone(), self.grown(usage)))
@@ -297,24 +298,24 @@ impl Processes {
 
 /// Returns the command line for a process: memleak, with as much sampling as keeps its cost low; or faults, for a
 /// process without an allocator that memleak knows.
-fn question(pid: u32, of: Whose, is_fallback: bool) -> Question {
+fn question(pid: u32, of: ToolTarget, is_fallback: bool) -> ToolSpec {
     let pid = pid.to_string();
     let words = |words: &[&str]| words.iter().map(ToString::to_string).collect();
     if is_fallback {
-        return Question {
+        return ToolSpec {
             tool: "faults",
             // With an interval, each profile would cover that interval alone.
             args: words(&["--bytes", "-p", &pid]),
             value: ("space", Unit::Bytes),
-            of,
+            target: of,
         };
     }
     let sampled = ["--max-overhead", "2%", "--mem-limit", "128M", PROFILE];
-    Question {
+    ToolSpec {
         tool: "memleak",
         args: words(&[&["-p", &pid], &sampled[..]].concat()),
         value: ("inuse_space", Unit::Bytes),
-        of,
+        target: of,
     }
 }
 
@@ -327,7 +328,7 @@ pub(crate) struct Started {
     pid: u32,
     comm: String,
     #[serde(flatten)]
-    home: Option<Home>,
+    cgroup_info: Option<CgroupInfo>,
     /// Whether text shows the container.
     #[serde(skip)]
     pub(crate) container: bool,
@@ -337,7 +338,7 @@ pub(crate) struct Started {
 impl Row for Started {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let time = clock::time_of_day(&self.time);
-        let inside = container::inside(self.home.as_ref().filter(|_| self.container));
+        let inside = container::inside(self.cgroup_info.as_ref().filter(|_| self.container));
         writeln!(
             out,
             "{time} {} (pid {}){inside} grows: {}",
@@ -354,9 +355,9 @@ mod tests {
 
     #[test]
     fn those_that_grow_fastest_are_traced() {
-        let usage = |pid| Usage {
+        let usage = |pid| ProcessUsage {
             pid,
-            ..Usage::default()
+            ..ProcessUsage::default()
         };
         let processes = Processes {
             all: (1..=5).map(usage).collect(),
@@ -375,17 +376,17 @@ mod tests {
 
     /// Makes the state in which a run for process 7, which still exists, has ended like this script.
     fn after(script: &str, is_fallback: bool) -> Tracing {
-        let place = MemoryPlace {
+        let place = OomDomain {
             cgroup: None,
             folder: None,
         };
         let kills = Kills::of(shell("true"));
         let mut tracing = Tracing::beside(kills, place).expect("a folder");
-        let usage = Usage {
+        let usage = ProcessUsage {
             pid: 7,
-            ..Usage::default()
+            ..ProcessUsage::default()
         };
-        let question = question(7, Whose::default(), is_fallback);
+        let question = question(7, ToolTarget::default(), is_fallback);
         let profile = tracing.folder.path().join("0.pb.gz");
         let mut run = Run::of(question.tool, shell(script), profile);
         run.child.wait().expect("it ends");
@@ -431,11 +432,11 @@ mod tests {
     #[test]
     fn the_commands_are_those_of_the_manual() {
         assert_eq!(
-            question(7, Whose::default(), false).command(),
+            question(7, ToolTarget::default(), false).command(),
             "memleak -p 7 --max-overhead '2%' --mem-limit 128M 2"
         );
         assert_eq!(
-            question(7, Whose::default(), true).command(),
+            question(7, ToolTarget::default(), true).command(),
             "faults --bytes -p 7"
         );
     }

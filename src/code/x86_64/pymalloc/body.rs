@@ -8,7 +8,7 @@ use iced_x86::{
     Register,
 };
 
-use super::Moves;
+use super::SlotOp;
 use crate::code::arch::entry::{MAX_OFFSET, is_emulated_jump};
 use crate::code::arch::held::writes;
 
@@ -28,8 +28,8 @@ pub(super) struct Body {
 
 /// Copy of pymalloc in a function. Instructions are given by their index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Copy {
-    pub(super) moves: Moves,
+pub(super) struct InlinedPymalloc {
+    pub(super) moves: SlotOp,
     /// Register with the address of the pool's header.
     pub(super) pool: Register,
     /// Instruction that changes the count.
@@ -43,7 +43,7 @@ pub(super) struct Copy {
 /// Copy that was found, or the fact that its instructions are in an unknown order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Found {
-    Copy(Copy),
+    Copy(InlinedPymalloc),
     UnknownOrder,
 }
 
@@ -154,19 +154,19 @@ impl Body {
         for (load, first) in of_pool(load) {
             for &(store, last) in stores.iter().filter(|(store, _)| *store > load) {
                 let moves = match by {
-                    1 if self.takes(load, first, store, last) => Moves::Taken,
-                    -1 if self.links(load + 1..around.end, store, first) => Moves::GivenBack,
+                    1 if self.takes(load, first, store, last) => SlotOp::Alloc,
+                    -1 if self.links(load + 1..around.end, store, first) => SlotOp::Free,
                     _ => continue,
                 };
                 // `freeblock` is the slot at the change: it is stored after, or was stored before.
                 let (is_known, unchanged) = match moves {
-                    Moves::Taken => (change < store, load.min(change)..change),
-                    Moves::GivenBack => (store < change, store + 1..change),
+                    SlotOp::Alloc => (change < store, load.min(change)..change),
+                    SlotOp::Free => (store < change, store + 1..change),
                 };
                 let is_known =
                     is_known && !stores.iter().any(|(store, _)| unchanged.contains(store));
                 return Some(match is_known {
-                    true => Found::Copy(Copy {
+                    true => Found::Copy(InlinedPymalloc {
                         moves,
                         pool,
                         change,
@@ -221,7 +221,7 @@ impl Body {
 
     /// Returns the first jump behind a copy's change of the count, if the kernel emulates the jump and the registers
     /// keep their values until there, and the register with the slot; None where `freeblock` still is the slot.
-    pub(super) fn jump_behind(&self, copy: &Copy) -> Option<(usize, Option<Register>)> {
+    pub(super) fn jump_behind(&self, copy: &InlinedPymalloc) -> Option<(usize, Option<Register>)> {
         let slot = load(&self.instructions[copy.load])?.register;
         let keeps = |range: Range<usize>, register| {
             let mut between = self.instructions[range].iter();
@@ -237,8 +237,8 @@ impl Body {
             return None;
         }
         match copy.moves {
-            Moves::Taken => keeps(copy.load + 1..jump, slot).then_some((jump, Some(slot))),
-            Moves::GivenBack => {
+            SlotOp::Alloc => keeps(copy.load + 1..jump, slot).then_some((jump, Some(slot))),
+            SlotOp::Free => {
                 let mut between = self.instructions[behind..jump].iter().filter_map(store);
                 let is_stored = between.any(|store| store.is_free_block_of(copy.pool));
                 (!is_stored).then_some((jump, None))

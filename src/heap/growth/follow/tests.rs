@@ -1,6 +1,6 @@
 use super::*;
 use crate::heap::blocks::Coverage;
-use crate::heap::image::made::Made;
+use crate::heap::image::made::ImageBuilder;
 use crate::heap::names::Modules;
 
 struct NoModules;
@@ -13,7 +13,7 @@ impl Modules for NoModules {
 
 /// Adds a point of blocks, given by address and size. The blocks in `texts` hold a text that fills them.
 fn add(follower: &mut Follower, blocks: &[(u64, u64)], texts: &[u64]) {
-    let mut made = Made::default();
+    let mut made = ImageBuilder::default();
     made.map(0x1000..0x9000, "rw-p 00000000 00:00 0 [heap]");
     for &(address, size) in blocks {
         made.put_bytes(address, &vec![0; size as usize]);
@@ -113,9 +113,9 @@ fn another_class_at_the_same_place_is_another_block() {
         Key::Type(Type { kind, name })
     };
     let mut follower = Follower::default();
-    let session = follower.number(of(Kind::Class, "Session"));
-    let request = follower.number(of(Kind::Class, "Request"));
-    let held = follower.number(of(Kind::Held, "held by Session"));
+    let session = follower.group_index(of(Kind::Class, "Session"));
+    let request = follower.group_index(of(Kind::Class, "Request"));
+    let held = follower.group_index(of(Kind::Held, "held by Session"));
     assert!(follower.contradicts(session, request));
     for (before, now) in [(session, session), (session, held), (held, request)] {
         assert!(!follower.contradicts(before, now), "{before} {now}");
@@ -126,8 +126,8 @@ fn another_class_at_the_same_place_is_another_block() {
 fn groups_have_a_limit() {
     let mut follower = Follower::default();
     for number in 0..MAX_GROUPS as u64 + 10 {
-        follower.number(Key::Size(number));
+        follower.group_index(Key::Size(number));
     }
     assert_eq!(follower.groups().len(), MAX_GROUPS + 1);
-    assert_eq!(follower.number(Key::Size(u64::MAX)), MAX_GROUPS as u32);
+    assert_eq!(follower.group_index(Key::Size(u64::MAX)), MAX_GROUPS as u32);
 }

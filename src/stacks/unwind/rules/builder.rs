@@ -17,7 +17,7 @@ const KEPT: (FramePointer, i8) = (FramePointer::UNWIND_FP_KEPT, 0);
 pub(super) struct Builder<'a> {
     pub(super) rows: Vec<u64>,
     /// Maximum number of rows.
-    pub(super) most: usize,
+    pub(super) max_rows: usize,
     pub(super) section: EhFrame<Slice<'a>>,
 }
 
@@ -53,7 +53,7 @@ impl<'a> Builder<'a> {
         let mut reached = start;
         loop {
             match table.next_row() {
-                Ok(Some(_)) if self.rows.len() > self.most => return,
+                Ok(Some(_)) if self.rows.len() > self.max_rows => return,
                 Ok(Some(row)) => {
                     let (from, to) = (row.start_address(), row.end_address());
                     if from < reached || to > function.end_address() {

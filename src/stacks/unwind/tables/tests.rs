@@ -58,8 +58,8 @@ fn a_file_has_one_table_whoever_maps_it() {
     };
     let (program, text) = (program(), tempfile::tempfile().expect("a file"));
     for _ in 0..3 {
-        tables.expect("program", &program).expect("it is read");
-        tables.expect("text", &text).expect("it is read");
+        tables.preload("program", &program).expect("it is read");
+        tables.preload("text", &text).expect("it is read");
     }
     assert_eq!((tables.files(), tables.no_room()), (1, 0));
     let number = of(&tables, &program).number;
@@ -74,7 +74,7 @@ fn a_file_that_cannot_be_understood_says_why() {
     };
     let cut_short = program();
     cut_short.set_len(1 << 16).expect("a file");
-    tables.expect("program", &cut_short).expect("it is read");
+    tables.preload("program", &cut_short).expect("it is read");
     let number = of(&tables, &cut_short).number;
     let why = "program: its code is said to be where it cannot be";
     assert_eq!((tables.files(), tables.name(number)), (0, why));
@@ -87,7 +87,7 @@ fn what_finds_no_room_is_left_out_until_others_make_some() {
     };
     let files: Vec<File> = std::iter::repeat_with(program).take(200).collect();
     let full = files.iter().position(|file| {
-        tables.expect("program", file).expect("it is read");
+        tables.preload("program", file).expect("it is read");
         tables.no_room() > 0
     });
     let full = full.expect("a shard is not for 200 programs");
@@ -108,6 +108,6 @@ fn what_finds_no_room_is_left_out_until_others_make_some() {
     let left: Vec<Vec<u8>> = known.keys().collect();
     assert_eq!(left, [u64::from(first.number).to_ne_bytes()]);
     assert!(!tables.collect().expect("not so soon again"));
-    tables.expect("program", &files[full]).expect("it is read");
+    tables.preload("program", &files[full]).expect("it is read");
     assert_eq!(of(&tables, &files[full]).words, second.words);
 }

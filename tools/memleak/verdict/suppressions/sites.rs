@@ -3,7 +3,7 @@
 use memtools::print::demangle::demangle;
 use memtools::stacks::named::Frame;
 
-use super::Caller;
+use super::FramePattern;
 
 /// Functions of the allocator, one of which has allocated each block. They have frames in Memcheck's stacks, but not in
 /// the stacks of a trace.
@@ -18,7 +18,7 @@ const ALLOCATORS: [&str; 8] = [
     "reallocarray",
 ];
 
-impl Caller {
+impl FramePattern {
     fn is(&self, site: &Site) -> bool {
         match self {
             Self::Function(pattern) => {
@@ -85,13 +85,13 @@ impl<'a> Site<'a> {
 }
 
 /// Whether the innermost calls match the patterns. The time is bounded by the product of both lengths.
-pub(super) fn begins_with(sites: &[Site], callers: &[Caller]) -> bool {
+pub(super) fn begins_with(sites: &[Site], callers: &[FramePattern]) -> bool {
     // By number of calls: whether the patterns so far can have matched as many. With `...`, several numbers are
     // possible.
     let mut taken = vec![false; sites.len() + 1];
     taken[0] = true;
     for caller in callers {
-        if *caller == Caller::Any {
+        if *caller == FramePattern::Any {
             let first = taken.iter().position(|&can| can).unwrap_or(taken.len());
             taken[first..].fill(true);
             continue;

@@ -179,7 +179,7 @@ fn shared_memory_that_nobody_has() {
         "fullest tmpfs: /run, 512M",
         "memleak -k --pages 10",
     );
-    machine.around.nameless = Some(Nameless {
+    machine.around.nameless = Some(UnlinkedFile {
         file: "memfd:cache".into(),
         pid: 4242,
         bytes: GIB / 4,
@@ -202,7 +202,7 @@ fn removed_cgroups() {
         "1009",
         "memtriage --by cgroup",
     );
-    let mut most = Dying {
+    let mut most = DyingCgroups {
         folder: "/sys/fs/cgroup/a b".into(),
         path: "/a b".into(),
         count: 997,

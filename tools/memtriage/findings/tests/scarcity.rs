@@ -70,10 +70,10 @@ fn refaults_without_faults_are_of_who_reads_most() {
     machine.before.processes[0].disk_reads = reads(1 << 30);
     machine.now.processes[0].disk_reads = reads((1 << 30) + (40 << 20));
     // A process that is new has no earlier number to compare with.
-    machine.now.processes.push(Usage {
+    machine.now.processes.push(ProcessUsage {
         pid: 7,
         disk_reads: reads(1 << 40),
-        ..Usage::default()
+        ..ProcessUsage::default()
     });
     machine.expect(
         "refaults",
@@ -169,9 +169,9 @@ fn memory_that_runs_out_names_the_part_that_no_process_has_taken() {
         let mut machine = Machine::new(&taken(part), "");
         // The growth of memtriage itself does not count, and that of the other process is less than half of the loss.
         machine.growth.insert(4242, 40 << 20);
-        machine.now.processes.push(Usage {
+        machine.now.processes.push(ProcessUsage {
             pid: std::process::id(),
-            ..Usage::default()
+            ..ProcessUsage::default()
         });
         machine.growth.insert(std::process::id(), 90 << 20);
         let findings = machine.findings();
@@ -183,7 +183,7 @@ fn memory_that_runs_out_names_the_part_that_no_process_has_taken() {
 
 #[test]
 fn kills_of_the_last_hour_are_to_be_acted_on() {
-    let kill = |age| Kill {
+    let kill = |age| OomKill {
         age: Duration::from_secs(age),
         pid: 7,
         comm: "victim".into(),
@@ -230,7 +230,7 @@ fn pressure_is_of_some_or_of_all() {
 #[test]
 fn pages_in_lists_of_cpus_are_available() {
     let mut machine = Machine::new("MemAvailable: 838860 kB\n", "");
-    let lists = |look: &mut Look, bytes| {
+    let lists = |look: &mut Snapshot, bytes| {
         let parts = look.accounting.parts.iter_mut();
         let mut lists = parts.filter(|part| part.name == FREE_IN_LISTS);
         lists.next().expect("a part").bytes = bytes;

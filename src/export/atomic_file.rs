@@ -10,13 +10,13 @@ use crate::print::text;
 
 /// A file that is replaced at each report.
 #[derive(Debug)]
-pub struct Replaced {
+pub struct AtomicFile {
     path: PathBuf,
     /// Path of the file that is written, until the content is complete.
     draft: PathBuf,
 }
 
-impl Replaced {
+impl AtomicFile {
     /// Checks that a file can be written at `path`, before anything is traced.
     ///
     /// # Errors
@@ -87,7 +87,7 @@ impl Replaced {
 /// A file that a tool replaces again and again. After a failure the trace goes on.
 #[derive(Debug)]
 pub(super) struct Refreshed {
-    file: Replaced,
+    file: AtomicFile,
     tool: &'static str,
     /// Reason why the file does not have the last content.
     failed: Option<Error>,
@@ -97,10 +97,10 @@ impl Refreshed {
     /// Checks that a file can be written at `path`.
     ///
     /// # Errors
-    /// See [`Replaced::at`].
+    /// See [`AtomicFile::at`].
     pub(super) fn at(path: &Path, tool: &'static str) -> Result<Self> {
         Ok(Self {
-            file: Replaced::at(path)?,
+            file: AtomicFile::at(path)?,
             tool,
             failed: None,
         })
@@ -163,7 +163,7 @@ mod tests {
     fn it_is_there_whole_or_as_before() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("a.svg");
-        let file = Replaced::at(&path).expect("writable");
+        let file = AtomicFile::at(&path).expect("writable");
         assert_eq!(
             names(folder.path()),
             [""; 0],
@@ -185,10 +185,10 @@ mod tests {
     fn what_cannot_be_written_is_told_at_once() {
         let folder = tempfile::tempdir().expect("a folder");
         for wrong in ["/dev/null", "/", "/proc/x.svg", "/nonexistent/x.svg"] {
-            let error = Replaced::at(Path::new(wrong)).expect_err(wrong);
+            let error = AtomicFile::at(Path::new(wrong)).expect_err(wrong);
             assert!(format!("{error:#}").contains(wrong), "{error:#}");
         }
-        assert!(Replaced::at(folder.path()).is_err());
+        assert!(AtomicFile::at(folder.path()).is_err());
     }
 
     #[test]
@@ -197,7 +197,7 @@ mod tests {
         let (file, link) = (folder.path().join("file"), folder.path().join("link"));
         fs::write(&file, "old").expect("room");
         symlink(&file, &link).expect("a link");
-        let replaced = Replaced::at(&link).expect("writable");
+        let replaced = AtomicFile::at(&link).expect("writable");
         replaced
             .write(|out| Ok(out.write_all(b"new")?))
             .expect("room");

@@ -15,18 +15,18 @@ use prost::Message;
 use crate::export::folded;
 use crate::export::pprof::Encoded;
 use crate::export::pprof_message as message;
-use crate::export::profile::{Profile, Value};
+use crate::export::profile::{Profile, ValueType};
 use crate::print::clock;
 use crate::print::text;
 
 /// Limit on the size of an unpacked profile, in bytes: forty times the size of 75,000 stacks of a compiler.
-const MOST_BYTES: u64 = 1 << 30;
+const MAX_BYTES: u64 = 1 << 30;
 /// First bytes of a gzip file.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 
 /// Stack as the names of its functions.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Names {
+pub struct StackNames {
     /// The name of the process or thread, escaped; empty if the profile has none.
     pub comm: String,
     /// Names of the frames, innermost first, escaped; `[FILE]` for code without names. Names of kernel frames end in
@@ -38,7 +38,7 @@ pub struct Names {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     /// The stack.
-    pub names: Names,
+    pub names: StackNames,
     /// The earlier profile's numbers, one for each value of the report.
     pub before: Vec<i64>,
     /// The report's numbers, one for each value of the report.
@@ -47,15 +47,15 @@ pub struct Change {
 
 /// Profile that was read from a file.
 #[derive(Debug, Clone)]
-pub struct Earlier {
+pub struct SavedProfile {
     file: String,
     until: Option<Zoned>,
     /// Kind and unit of each value.
     values: Vec<(String, String)>,
-    stacks: HashMap<Names, Vec<i64>>,
+    stacks: HashMap<StackNames, Vec<i64>>,
 }
 
-impl Earlier {
+impl SavedProfile {
     /// Reads a profile that `--pprof` of the tools wrote, or another program that writes the same values.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ impl Earlier {
     ///
     /// # Errors
     /// If the profile lacks one of these values.
-    pub fn expect(&self, values: &[Value]) -> Result<()> {
+    pub fn expect(&self, values: &[ValueType]) -> Result<()> {
         self.places(values).map(drop)
     }
 
@@ -103,10 +103,10 @@ impl Earlier {
 
     /// Returns the stacks that have most of one kind of value, the largest first, and the sum over all stacks. None
     /// if the profile has no such value.
-    pub fn largest(&self, kind: &str, most: usize) -> Option<(Vec<(&Names, i64)>, i64)> {
+    pub fn largest(&self, kind: &str, most: usize) -> Option<(Vec<(&StackNames, i64)>, i64)> {
         let place = self.values.iter().position(|(other, _)| other == kind)?;
         let value = |values: &[i64]| values.get(place).copied().unwrap_or_default();
-        let mut stacks: Vec<(&Names, i64)> = self
+        let mut stacks: Vec<(&StackNames, i64)> = self
             .stacks
             .iter()
             .map(|(names, values)| (names, value(values)))
@@ -147,8 +147,8 @@ impl Earlier {
     }
 
     /// Returns the indexes of these values among those of a stack.
-    fn places(&self, values: &[Value]) -> Result<Vec<usize>> {
-        let place = |value: &Value| {
+    fn places(&self, values: &[ValueType]) -> Result<Vec<usize>> {
+        let place = |value: &ValueType| {
             let found = self
                 .values
                 .iter()
@@ -176,13 +176,13 @@ fn unpacked(path: &Path) -> Result<Vec<u8>> {
     let all = magic.chain(file);
     let mut bytes = Vec::new();
     let read = if is_packed {
-        let mut unpacked = MultiGzDecoder::new(all).take(MOST_BYTES);
+        let mut unpacked = MultiGzDecoder::new(all).take(MAX_BYTES);
         unpacked.read_to_end(&mut bytes)
     } else {
-        all.take(MOST_BYTES).read_to_end(&mut bytes)
+        all.take(MAX_BYTES).read_to_end(&mut bytes)
     };
     read.context("it is no whole gzip file")?;
-    ensure!((bytes.len() as u64) < MOST_BYTES, "it is larger than 1 GiB");
+    ensure!((bytes.len() as u64) < MAX_BYTES, "it is larger than 1 GiB");
     Ok(bytes)
 }
 
@@ -218,14 +218,14 @@ impl<'a> Tables<'a> {
     fn string(&self, index: i64) -> Result<String> {
         let strings = &self.profile.string_table;
         let string = usize::try_from(index).ok().and_then(|at| strings.get(at));
-        Ok(text::shown(
+        Ok(text::display_name(
             string.context("it is damaged: a string is missing")?,
         ))
     }
 
     /// Sums up the values of each stack, over all processes and addresses.
-    fn stacks(&self) -> Result<HashMap<Names, Vec<i64>>> {
-        let mut stacks: HashMap<Names, Vec<i64>> = HashMap::new();
+    fn stacks(&self) -> Result<HashMap<StackNames, Vec<i64>>> {
+        let mut stacks: HashMap<StackNames, Vec<i64>> = HashMap::new();
         for sample in &self.profile.sample {
             match stacks.entry(self.names(sample)?) {
                 Entry::Vacant(new) => {
@@ -241,7 +241,7 @@ impl<'a> Tables<'a> {
         Ok(stacks)
     }
 
-    fn names(&self, sample: &message::Sample) -> Result<Names> {
+    fn names(&self, sample: &message::Sample) -> Result<StackNames> {
         let mut comm = String::new();
         for label in &sample.label {
             if self.string(label.key)? == "comm" {
@@ -254,7 +254,7 @@ impl<'a> Tables<'a> {
             let location = location.context("it is damaged: a location is missing")?;
             self.frames(location, &mut frames)?;
         }
-        Ok(Names { comm, frames })
+        Ok(StackNames { comm, frames })
     }
 
     /// Adds the names of the functions at a location to `frames`. All but the last function are inlined.
@@ -289,9 +289,9 @@ mod tests {
     use crate::export::profile::Sample;
     use crate::stacks::named::{Frame, NamedStack, Part};
 
-    const VALUES: [Value; 2] = [
-        Value::count("inuse_objects", "allocations"),
-        Value::bytes("inuse_space"),
+    const VALUES: [ValueType; 2] = [
+        ValueType::count("inuse_objects", "allocations"),
+        ValueType::bytes("inuse_space"),
     ];
 
     fn sample(names: &[&str], address: u64, values: [u64; 2]) -> Sample {
@@ -324,7 +324,7 @@ mod tests {
             since: clock::now(),
             until: clock::now(),
             values: VALUES.to_vec(),
-            main: 1,
+            main_value: 1,
             by_thread: false,
             samples,
             remarks: Vec::new(),
@@ -350,7 +350,7 @@ mod tests {
             sample(&["leak", "main"], 0x9000, [7, 70]),
             sample(&["new", "main"], 0x9500, [5, 50]),
         ]);
-        let earlier = Earlier::read(written(&earlier).path()).expect("a profile");
+        let earlier = SavedProfile::read(written(&earlier).path()).expect("a profile");
         let mut changes = earlier.changes(&now).expect("comparable");
         changes.sort_by(|one, other| one.names.cmp(&other.names));
         let found: Vec<_> = changes
@@ -376,7 +376,7 @@ mod tests {
             sample(&["none", "main"], 0x2500, [0, 0]),
             sample(&["middle", "main"], 0x3000, [2, 30]),
         ]);
-        let read = Earlier::read(written(&profile).path()).expect("a profile");
+        let read = SavedProfile::read(written(&profile).path()).expect("a profile");
         let (stacks, sum) = read.largest("inuse_space", 2).expect("the value is there");
         let stacks: Vec<_> = stacks
             .iter()
@@ -401,7 +401,7 @@ mod tests {
             file
         };
         let refusal = |file: &tempfile::NamedTempFile| {
-            format!("{:#}", Earlier::read(file.path()).expect_err("wrong"))
+            format!("{:#}", SavedProfile::read(file.path()).expect_err("wrong"))
         };
         for bytes in [&b""[..], b"text\n", b"\x0a\xff"] {
             let refusal = refusal(&path(bytes));
@@ -414,9 +414,9 @@ mod tests {
         let bytes = std::fs::read(whole.path()).expect("a file");
         let cut = refusal(&path(&bytes[..bytes.len() / 2]));
         assert!(cut.contains("no whole gzip file"), "{cut}");
-        let earlier = Earlier::read(whole.path()).expect("a profile");
+        let earlier = SavedProfile::read(whole.path()).expect("a profile");
         let other = earlier
-            .expect(&[Value::bytes("alloc_space")])
+            .expect(&[ValueType::bytes("alloc_space")])
             .expect_err("other values");
         let other = other.to_string();
         assert!(

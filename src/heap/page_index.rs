@@ -18,7 +18,7 @@ const ROOT_BITS: u32 = USER_BITS - PAGE_BITS - LEAF_BITS - BRANCH_BITS;
 /// Numbers by page. The table takes 4 bytes for each page in it, and 18 KiB at most for a page far from all others,
 /// so that a process that maps one page in each gigabyte cannot exhaust our memory.
 #[derive(Debug, Clone, Default)]
-pub struct PageTable {
+pub struct PageIndex {
     /// Branches by root index, each as its index plus one; 0 is none.
     root: Vec<u32>,
     branches: Vec<Vec<u32>>,
@@ -38,7 +38,7 @@ fn split(address: u64) -> Option<(usize, usize, usize)> {
     ))
 }
 
-impl PageTable {
+impl PageIndex {
     /// Returns the number of the page that contains this address.
     #[inline]
     pub fn get(&self, address: u64) -> Option<u32> {
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn pages_have_the_numbers_that_they_were_given_first() {
-        let mut table = PageTable::default();
+        let mut table = PageIndex::default();
         assert_eq!(table.get(0), None);
         let highest = (1 << USER_BITS) - PAGE;
         for (number, address) in [0, 0x7fff_f000, 0x8000_0000, 0x5555_5555_5000, highest]

@@ -11,13 +11,13 @@ use super::memory;
 const REASONS: usize = 16;
 
 /// Record of what was told about one kind of interpreter.
-pub(super) struct Told {
+pub(super) struct Registry {
     /// The skeleton's map of processes, keyed by layout.
     processes: MapHandle,
     said: HashSet<String>,
 }
 
-impl Told {
+impl Registry {
     /// Creates an empty record for this map.
     pub(super) fn new(processes: MapHandle) -> Self {
         Self {
@@ -27,7 +27,7 @@ impl Told {
     }
 
     /// Returns whether the BPF side knows the interpreter of this process.
-    pub(super) fn knows(&self, pid: u32) -> bool {
+    pub(super) fn contains(&self, pid: u32) -> bool {
         let known = |layout: u64| {
             let known = self.processes.lookup(&layout.to_ne_bytes(), MapFlags::ANY);
             known.is_ok_and(|known| known.is_some())
@@ -50,7 +50,7 @@ impl Told {
     ///
     /// # Errors
     /// If the process has exited, or the map is full.
-    pub(super) fn tell(&self, pid: u32, layout: u64, process: &[u8]) -> Result<bool> {
+    pub(super) fn register(&self, pid: u32, layout: u64, process: &[u8]) -> Result<bool> {
         if memory::layout(pid)? != layout {
             return Ok(false);
         }
@@ -62,7 +62,7 @@ impl Told {
 
     /// Prints once for each reason why the frames of an interpreter are not walked; `sentence` turns the reason into
     /// a message.
-    pub(super) fn say(&mut self, why: String, sentence: impl FnOnce(&str) -> String) {
+    pub(super) fn warn_once(&mut self, why: String, sentence: impl FnOnce(&str) -> String) {
         if self.said.len() < REASONS && !self.said.contains(&why) {
             eprintln!("{}", sentence(&why));
             self.said.insert(why);

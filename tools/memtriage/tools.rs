@@ -9,9 +9,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use memtools::export::earlier::Earlier;
+use memtools::export::saved_profile::SavedProfile;
 use memtools::print::text;
-use memtools::process::container::Home;
+use memtools::process::container::CgroupInfo;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Serialize;
@@ -22,13 +22,13 @@ use crate::findings::shell_word;
 use crate::screen::size;
 
 /// Time that a tool has to end after Ctrl-C.
-pub(crate) const LAST_CHANCE: Duration = Duration::from_secs(10);
+pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns the path of the tool that was installed with memtriage under this name, with the same suffix.
 ///
 /// # Errors
 /// If the tool is missing.
-pub(crate) fn beside(tool: &str) -> Result<PathBuf> {
+pub(crate) fn tool_path(tool: &str) -> Result<PathBuf> {
     let own = std::env::current_exe().context("failed to find the other tools")?;
     let name = own.file_name().and_then(|name| name.to_str());
     let suffix = name.and_then(|name| name.strip_prefix("memtriage"));
@@ -44,30 +44,32 @@ pub(crate) fn beside(tool: &str) -> Result<PathBuf> {
 
 /// Command line of a tool, and the value of its profile that is shown.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Question {
+pub(crate) struct ToolSpec {
     pub(crate) tool: &'static str,
     pub(crate) args: Vec<String>,
     /// Kind of the value in the tool's profile, and its unit.
     pub(crate) value: (&'static str, Unit),
-    pub(crate) of: Whose,
+    pub(crate) target: ToolTarget,
 }
 
 /// Target of a tool: one process, or the processes of one cgroup; empty for several.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct Whose {
+pub(crate) struct ToolTarget {
     pid: Option<u32>,
     /// Cgroup of the target; empty if the target is in several.
     #[serde(flatten)]
-    home: Home,
+    cgroup_info: CgroupInfo,
 }
 
-impl Whose {
-    /// Makes the target of one process. Its cgroup is `home`, or is looked up now without one.
-    pub(crate) fn process(pid: u32, home: Option<&Home>) -> Self {
-        let home = home.cloned().unwrap_or_else(|| Home::of_process(pid));
+impl ToolTarget {
+    /// Makes the target of one process. Its cgroup is `cgroup`, or is looked up now without one.
+    pub(crate) fn process(pid: u32, cgroup_info: Option<&CgroupInfo>) -> Self {
+        let cgroup_info = cgroup_info
+            .cloned()
+            .unwrap_or_else(|| CgroupInfo::of_process(pid));
         Self {
             pid: Some(pid),
-            home,
+            cgroup_info,
         }
     }
 
@@ -75,14 +77,14 @@ impl Whose {
     pub(crate) fn cgroup(path: String) -> Self {
         Self {
             pid: None,
-            home: Home::at(Some(path)),
+            cgroup_info: CgroupInfo::at(Some(path)),
         }
     }
 
     /// Returns the cgroup, if the target is in one.
-    pub(crate) fn home(&self) -> Option<&Home> {
-        let is_one = self.pid.is_some() || self.home.cgroup.is_some();
-        is_one.then_some(&self.home)
+    pub(crate) fn cgroup_info(&self) -> Option<&CgroupInfo> {
+        let is_one = self.pid.is_some() || self.cgroup_info.cgroup.is_some();
+        is_one.then_some(&self.cgroup_info)
     }
 }
 
@@ -95,7 +97,7 @@ pub(crate) enum Unit {
     Count,
 }
 
-impl Question {
+impl ToolSpec {
     /// Formats the command line for a shell.
     pub(crate) fn command(&self) -> String {
         let args = self.args.iter().map(|arg| shell_word(arg));
@@ -120,7 +122,7 @@ impl Unit {
 /// # Errors
 /// If the tool is not installed beside memtriage, or cannot be run.
 pub(crate) fn start(tool: &str, args: &[String], more: &[&OsStr]) -> Result<Child> {
-    let program = beside(tool)?;
+    let program = tool_path(tool)?;
     Command::new(&program)
         .args(args)
         .arg("-j")
@@ -139,11 +141,11 @@ pub(crate) fn has_ended(child: &mut Child) -> bool {
     !matches!(child.try_wait(), Ok(None))
 }
 
-/// Waits until a tool has ended, but at most for [`LAST_CHANCE`]. Returns whether it has ended.
+/// Waits until a tool has ended, but at most for [`KILL_TIMEOUT`]. Returns whether it has ended.
 pub(crate) fn wait_for(child: &mut Child) -> bool {
     let start = Instant::now();
     while !has_ended(child) {
-        if start.elapsed() > LAST_CHANCE {
+        if start.elapsed() > KILL_TIMEOUT {
             return false;
         }
         thread::sleep(Duration::from_millis(10));
@@ -156,8 +158,8 @@ pub(crate) fn signal(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid.cast_signed()), signal);
 }
 
-/// Ends a tool by SIGINT, so that it writes its last report; by SIGKILL after [`LAST_CHANCE`].
-pub(crate) fn end(child: &mut Child) {
+/// Ends a tool by SIGINT, so that it writes its last report; by SIGKILL after [`KILL_TIMEOUT`].
+pub(crate) fn stop(child: &mut Child) {
     if !has_ended(child) {
         signal(child.id(), Signal::SIGINT);
     }
@@ -177,7 +179,7 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    pub(crate) fn start(question: &Question, folder: &TempDir, number: usize) -> Result<Self> {
+    pub(crate) fn start(question: &ToolSpec, folder: &TempDir, number: usize) -> Result<Self> {
         let profile = folder.path().join(format!("{number}.pb.gz"));
         let profiled = ["--pprof".as_ref(), profile.as_os_str()];
         let child = start(question.tool, &question.args, &profiled)?;
@@ -201,8 +203,8 @@ impl Run {
     ///
     /// # Errors
     /// If the tool has not written a profile yet.
-    pub(crate) fn so_far(&self) -> Result<Earlier> {
-        Earlier::read(&self.profile)
+    pub(crate) fn latest_profile(&self) -> Result<SavedProfile> {
+        SavedProfile::read(&self.profile)
     }
 
     /// Whether the tool has ended without an error, as it does when its process has exited.
@@ -212,7 +214,7 @@ impl Run {
     }
 
     /// Waits for a tool, and returns its profile and its losses. If the tool failed, its last message is the error.
-    pub(crate) fn end(mut self) -> Result<(Earlier, Option<Value>)> {
+    pub(crate) fn end(mut self) -> Result<(SavedProfile, Option<Value>)> {
         let status = self.child.wait()?;
         let messages = joined(self.messages.take());
         if !status.success() {
@@ -222,13 +224,13 @@ impl Run {
             }
         }
         let lost = joined(self.lost.take());
-        Ok((Earlier::read(&self.profile)?, lost))
+        Ok((SavedProfile::read(&self.profile)?, lost))
     }
 }
 
 impl Drop for Run {
     fn drop(&mut self) {
-        end(&mut self.child);
+        stop(&mut self.child);
     }
 }
 
@@ -248,7 +250,10 @@ pub(crate) fn all_of(stderr: Option<ChildStderr>) -> String {
 /// Returns the last message of a tool, with the lines that belong to it, as one line.
 pub(crate) fn last_message(messages: &str, tool: &str) -> Option<String> {
     let (_, last) = messages.rsplit_once(&format!("{tool}: "))?;
-    let lines: Vec<_> = last.lines().map(|line| text::shown(line.trim())).collect();
+    let lines: Vec<_> = last
+        .lines()
+        .map(|line| text::display_name(line.trim()))
+        .collect();
     Some(lines.join("; ").replace(":; ", ": "))
 }
 

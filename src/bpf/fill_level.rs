@@ -25,12 +25,12 @@ pub enum Table {
 
 /// Fill level of one table, shared by BPF programs and user space.
 #[derive(Debug)]
-pub struct Room {
+pub struct FillLevel {
     rooms: MappedArray,
     index: usize,
 }
 
-impl Room {
+impl FillLevel {
     /// Opens the fill level of a table; `rooms` is the skeleton's map.
     ///
     /// # Errors
@@ -49,12 +49,12 @@ impl Room {
         Ok(room)
     }
 
-    /// Returns the number of entries in the table: those that [`Room::begin`] was given, and those that programs have
-    /// added since.
+    /// Returns the number of entries in the table: those that [`FillLevel::reset`] was given, and those that programs
+    /// have added since.
     ///
     /// # Errors
     /// If the map has no entry for this table.
-    pub fn taken(&self) -> Result<u64> {
+    pub fn used(&self) -> Result<u64> {
         Ok(self.word(offset_of!(room, taken))?.load(Ordering::Relaxed))
     }
 
@@ -62,9 +62,9 @@ impl Room {
     ///
     /// # Errors
     /// If the map has no entry for this table.
-    pub fn is_crowded(&self) -> Result<bool> {
+    pub fn needs_growth(&self) -> Result<bool> {
         let enough = self.word(offset_of!(room, enough))?.load(Ordering::Relaxed);
-        Ok(enough > 0 && self.taken()? >= enough)
+        Ok(enough > 0 && self.used()? >= enough)
     }
 
     /// Starts the count of a table that has `taken` entries already. Programs ask for a larger table when it has
@@ -73,7 +73,7 @@ impl Room {
     ///
     /// # Errors
     /// If the map has no entry for this table.
-    pub fn begin(&self, taken: u64, enough: u64) -> Result<()> {
+    pub fn reset(&self, taken: u64, enough: u64) -> Result<()> {
         let set = |offset, value| -> Result<()> {
             self.word(offset)?.store(value, Ordering::Release);
             Ok(())
@@ -90,13 +90,13 @@ impl Room {
 
 /// Returns the number of entries at which programs ask for a larger table: when a quarter of the free entries is
 /// taken. The rest has to last until user space reacts, and for a grace period of the kernel, 10 to 30 ms.
-pub fn enough(taken: u64, entries: u32) -> u64 {
+pub fn growth_threshold(taken: u64, entries: u32) -> u64 {
     taken + (u64::from(entries).saturating_sub(taken) / 4).max(1)
 }
 
 /// Fill level and age of a table that is replaced.
 #[derive(Debug, Clone, Copy)]
-pub struct Filled {
+pub struct TableUsage {
     /// Capacity of the table, in entries.
     pub entries: u32,
     /// Entries in the table.
@@ -104,14 +104,14 @@ pub struct Filled {
     /// Entries that the table took over from the table before it.
     pub kept: u64,
     /// Time for which the table was in use.
-    pub for_time: Duration,
+    pub age: Duration,
 }
 
-impl Filled {
+impl TableUsage {
     /// Returns the capacity of the next table, in entries; `most` is the maximum.
-    pub fn next(self, most: u32) -> u32 {
+    pub fn next_capacity(self, most: u32) -> u32 {
         let entries = u64::from(self.entries);
-        let fast = self.for_time < FAST;
+        let fast = self.age < FAST;
         let wanted = if fast { 4 * entries } else { entries };
         let wanted = wanted.max(2 * self.taken).max(4 * self.kept);
         u32::try_from(wanted).unwrap_or(u32::MAX).min(most).max(1)
@@ -124,24 +124,27 @@ mod tests {
 
     #[test]
     fn a_table_grows_by_what_is_kept_of_it_and_by_how_fast_it_fills() {
-        let filled = Filled {
+        let filled = TableUsage {
             entries: 4096,
             taken: 1024,
             kept: 0,
-            for_time: Duration::from_secs(1),
+            age: Duration::from_secs(1),
         };
-        let next = |filled: Filled| filled.next(100_000);
+        let next = |filled: TableUsage| filled.next_capacity(100_000);
         assert_eq!(next(filled), 4096);
-        let in_time = |ms| Filled {
-            for_time: Duration::from_millis(ms),
+        let in_time = |ms| TableUsage {
+            age: Duration::from_millis(ms),
             ..filled
         };
         assert_eq!([in_time(100), in_time(1000)].map(next), [16384, 4096]);
         let taken = 4096;
-        assert_eq!(next(Filled { taken, ..filled }), 8192);
-        let kept = |kept| Filled { kept, ..filled };
+        assert_eq!(next(TableUsage { taken, ..filled }), 8192);
+        let kept = |kept| TableUsage { kept, ..filled };
         assert_eq!([kept(3000), kept(99_000)].map(next), [12_000, 100_000]);
-        assert_eq!((enough(0, 4096), enough(3096, 4096)), (1024, 3346));
-        assert_eq!((enough(0, 1), enough(7, 7)), (1, 8));
+        assert_eq!(
+            (growth_threshold(0, 4096), growth_threshold(3096, 4096)),
+            (1024, 3346)
+        );
+        assert_eq!((growth_threshold(0, 1), growth_threshold(7, 7)), (1, 8));
     }
 }

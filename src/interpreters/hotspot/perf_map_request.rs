@@ -32,7 +32,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Interval between two attempts to connect.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 /// Maximum number of a virtual machine's flags that are searched: JDK 25 has 1,400.
-const MOST_FLAGS: u64 = 16_384;
+const MAX_FLAGS: u64 = 16_384;
 /// Maximum length of a flag's name that is read, in bytes.
 const NAME_BYTES: usize = 64;
 /// Maximum length of an answer that is read, in bytes.
@@ -46,7 +46,7 @@ const REQUEST: &[u8] = b"1\0jcmd\0Compiler.perfmap\0\0\0";
 ///
 /// # Errors
 /// If the request would do harm, or the virtual machine refuses it or does not answer in time.
-pub(super) fn ask(process: &Process, machine: &Machine) -> Result<()> {
+pub(super) fn request(process: &Process, machine: &Machine) -> Result<()> {
     ensure!(!process.is_stopped(), "it is stopped");
     ensure!(
         !is_set(machine, "DisableAttachMechanism")?,
@@ -57,7 +57,7 @@ pub(super) fn ask(process: &Process, machine: &Machine) -> Result<()> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-    let asked = Asked {
+    let asked = AttachRequest {
         process,
         machine,
         folder: openat2(root, "tmp", how).context("no /tmp")?,
@@ -91,7 +91,7 @@ fn is_set(machine: &Machine, name: &str) -> Result<bool> {
         structs.at("JVMFlag", "_name")?,
         structs.at("JVMFlag", "_addr")?,
     );
-    for number in 0..count.min(MOST_FLAGS) {
+    for number in 0..count.min(MAX_FLAGS) {
         let flag = flags.wrapping_add(number.wrapping_mul(size));
         let called = memory.word(flag.wrapping_add(name_at))?;
         if called != 0 && memory.c_string(called, NAME_BYTES)? == name {
@@ -110,7 +110,7 @@ fn catches_quit(pid: u32) -> bool {
 }
 
 /// Process that gets a request.
-struct Asked<'a> {
+struct AttachRequest<'a> {
     process: &'a Process,
     machine: &'a Machine,
     /// The process's /tmp.
@@ -119,13 +119,13 @@ struct Asked<'a> {
     number: u32,
 }
 
-impl Asked<'_> {
+impl AttachRequest<'_> {
     fn ask(&self) -> Result<()> {
         let socket = match self.connect()? {
             Some(socket) => socket,
             None => self.wait_for_socket()?,
         };
-        let mut socket = self.expect_process(socket)?;
+        let mut socket = self.check_peer(socket)?;
         socket.write_all(REQUEST).context("it does not listen")?;
         expect_success(&read_answer(&mut socket)?)
     }
@@ -205,7 +205,7 @@ impl Asked<'_> {
     }
 
     /// Returns the stream if the peer is the process itself.
-    fn expect_process(&self, socket: OwnedFd) -> Result<UnixStream> {
+    fn check_peer(&self, socket: OwnedFd) -> Result<UnixStream> {
         let peer = socket::getsockopt(&socket, sockopt::PeerCredentials)?.pid();
         let is_it = u32::try_from(peer).is_ok_and(|pid| pid == self.process.pid());
         ensure!(is_it, "process {peer} listens in its place");
@@ -288,7 +288,7 @@ fn expect_success(answer: &[u8]) -> Result<()> {
     }
     let said = said.lines().find(|line| !line.trim().is_empty());
     let said: String = said.unwrap_or(status).chars().take(SHOWN).collect();
-    bail!("it answers: {}", text::shown(&said))
+    bail!("it answers: {}", text::display_name(&said))
 }
 
 #[cfg(test)]
@@ -305,7 +305,10 @@ mod tests {
         };
         assert_eq!(
             said(b"1\n\njava.lang.Error: no\x1b[2J\n"),
-            format!("it answers: {}", text::shown("java.lang.Error: no\x1b[2J"))
+            format!(
+                "it answers: {}",
+                text::display_name("java.lang.Error: no\x1b[2J")
+            )
         );
         assert!(!said(b"1\n\x1b[2J\n").contains('\x1b'));
         assert_eq!(said(b""), "it does not answer");

@@ -21,14 +21,14 @@ const LOOKS: usize = 60;
 
 /// Place where memory can be used up: the machine, or a cgroup with a limit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct MemoryPlace {
+pub(crate) struct OomDomain {
     /// Path of the cgroup. None for the machine.
     pub(crate) cgroup: Option<String>,
     #[serde(skip)]
     pub(crate) folder: Option<PathBuf>,
 }
 
-impl MemoryPlace {
+impl OomDomain {
     fn of(group: &MemoryCgroup) -> Self {
         Self {
             cgroup: Some(group.path.clone()),
@@ -42,7 +42,7 @@ impl MemoryPlace {
 }
 
 /// Data of one look. Processes are not read, as --record looks all day.
-pub(crate) struct Sight {
+pub(crate) struct MemorySnapshot {
     at: Instant,
     time: Zoned,
     /// Share of the machine's memory that is not available, in percent.
@@ -54,12 +54,12 @@ pub(crate) struct Sight {
     pressure: Option<Pressure>,
 }
 
-impl Sight {
+impl MemorySnapshot {
     /// # Errors
     /// If /proc cannot be read.
     pub(crate) fn now() -> Result<Self> {
         let memory = Values::read("/proc/meminfo")?;
-        let groups = MemoryCgroups::look();
+        let groups = MemoryCgroups::read();
         Ok(Self {
             at: Instant::now(),
             time: clock::now(),
@@ -79,20 +79,20 @@ impl Sight {
 
     /// Returns the place with the largest used share, and that share in percent. The machine comes before a cgroup
     /// with an equal share.
-    pub(crate) fn fullest(&self) -> (MemoryPlace, f64) {
-        let machine = MemoryPlace {
+    pub(crate) fn fullest(&self) -> (OomDomain, f64) {
+        let machine = OomDomain {
             cgroup: None,
             folder: None,
         };
         let groups = self.groups.iter();
-        let groups = groups.map(|group| (MemoryPlace::of(group), group.percent()));
+        let groups = groups.map(|group| (OomDomain::of(group), group.percent()));
         groups.fold((machine, self.machine_percent), |most, one| {
             if one.1 > most.1 { one } else { most }
         })
     }
 
     /// Returns the used share of this place, in percent; 0 for a cgroup that was removed.
-    pub(crate) fn percent(&self, place: &MemoryPlace) -> f64 {
+    pub(crate) fn percent(&self, place: &OomDomain) -> f64 {
         let Some(folder) = &place.folder else {
             return self.machine_percent;
         };
@@ -121,13 +121,13 @@ impl Sight {
 
     /// Returns the number of OOM kills since the boot of the machine.
     pub(crate) fn kills(&self) -> u64 {
-        self.counters.of("oom_kill")
+        self.counters.get_or_zero("oom_kill")
     }
 }
 
 fn used_percent(memory: &Values) -> f64 {
-    let total = memory.of("MemTotal");
-    total.saturating_sub(memory.of("MemAvailable")) as f64 * 100.0 / total.max(1) as f64
+    let total = memory.get_or_zero("MemTotal");
+    total.saturating_sub(memory.get_or_zero("MemAvailable")) as f64 * 100.0 / total.max(1) as f64
 }
 
 /// Last looks, reduced to the data that reports show.
@@ -138,7 +138,7 @@ pub(crate) struct History {
 }
 
 impl History {
-    pub(crate) fn add(&mut self, sight: &Sight) {
+    pub(crate) fn add(&mut self, sight: &MemorySnapshot) {
         let (at, counters) = self
             .last
             .take()
@@ -165,7 +165,12 @@ impl History {
             some_percent: sight.pressure.map(|pressure| pressure.some.avg10),
             full_percent: sight.pressure.map(|pressure| pressure.full.avg10),
             direct_reclaims: rate(|counters| counters.sum_of("allocstall")),
-            swap_ins: rate(|counters| SWAP_INS.into_iter().map(|name| counters.of(name)).sum()),
+            swap_ins: rate(|counters| {
+                SWAP_INS
+                    .into_iter()
+                    .map(|name| counters.get_or_zero(name))
+                    .sum()
+            }),
             // Kernels before 5.9 have one number for both kinds.
             refaults: rate(|counters| counters.sum_of("workingset_refault")),
         });
@@ -184,7 +189,7 @@ pub(crate) struct Moment {
     #[serde(serialize_with = "clock::serialize")]
     time: Zoned,
     machine_percent: f64,
-    fullest: MemoryPlace,
+    fullest: OomDomain,
     fullest_percent: f64,
     /// Percent of the last ten seconds in which a task waited for memory. None if this kernel does not provide the
     /// number.
@@ -239,8 +244,13 @@ mod tests {
         }
     }
 
-    fn sight(seconds: u64, machine_percent: f64, groups: &[MemoryCgroup], counters: &str) -> Sight {
-        Sight {
+    fn sight(
+        seconds: u64,
+        machine_percent: f64,
+        groups: &[MemoryCgroup],
+        counters: &str,
+    ) -> MemorySnapshot {
+        MemorySnapshot {
             at: Instant::now() + Duration::from_secs(seconds),
             time: clock::now(),
             machine_percent,

@@ -10,17 +10,17 @@ use memtools::host::allocinfo;
 use memtools::host::memory_cgroups::{self, MAX_GROUPS};
 use memtools::host::slabinfo::Slabinfo;
 use memtools::print::output::{Output, Row};
-use memtools::process::container::{self, Home};
+use memtools::process::container::{self, CgroupInfo};
 use memtools::run::cli::UsageError;
 use serde::Serialize;
 
-use crate::look::Look;
+use crate::look::Snapshot;
 use crate::processes;
 use crate::screen::{ProcessRow, change, size};
 
 /// What --by chooses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum By {
+pub(crate) enum RankBy {
     /// Processes, by their share of memory, with what is swapped out
     Process,
     /// Processes, by what is swapped out
@@ -45,7 +45,7 @@ pub(crate) struct Held {
     objects: Option<u64>,
 }
 
-impl By {
+impl RankBy {
     /// Reads the holders now. Empty for processes, which are read by [`processes::all`].
     ///
     /// # Errors
@@ -114,8 +114,8 @@ impl By {
     /// cgroups have the column CONTAINER if that is asked for.
     pub(crate) fn print(
         self,
-        before: &Look,
-        now: &Look,
+        before: &Snapshot,
+        now: &Snapshot,
         growth: &HashMap<u32, i64>,
         (top, container): (usize, bool),
         output: &mut Output,
@@ -141,7 +141,7 @@ impl By {
                 HolderRow {
                     what,
                     name,
-                    home: (self == Self::Cgroup).then(|| Home::at(Some(name.clone()))),
+                    cgroup_info: (self == Self::Cgroup).then(|| CgroupInfo::at(Some(name.clone()))),
                     container,
                     bytes: held.bytes,
                     objects: held.objects,
@@ -182,7 +182,7 @@ struct HolderRow<'a> {
     name: &'a str,
     /// Path and container of a cgroup. None for the kernel's own memory.
     #[serde(flatten)]
-    home: Option<Home>,
+    cgroup_info: Option<CgroupInfo>,
     /// Whether text has the column CONTAINER.
     #[serde(skip)]
     container: bool,
@@ -197,7 +197,7 @@ impl Row for HolderRow<'_> {
             out,
             "{:<48} {}{:>9} {:>8} {:>9}",
             self.name,
-            container::column(self.home.as_ref().filter(|_| self.container)),
+            container::column(self.cgroup_info.as_ref().filter(|_| self.container)),
             self.objects
                 .map_or("-".into(), |objects| objects.to_string()),
             size(self.bytes),

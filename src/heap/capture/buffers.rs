@@ -16,8 +16,8 @@ use memmap2::MmapMut;
 use super::copy;
 use super::pages::{Found, Pages};
 use crate::heap::clear_refs::{self, PageMarks};
+use crate::heap::page_index::PAGE;
 use crate::heap::page_runs::{self, PageRuns};
-use crate::heap::page_table::PAGE;
 use crate::host::capabilities::{self, Capability};
 
 /// Bytes of address space that one page table covers.
@@ -25,7 +25,7 @@ const TABLE: u64 = 512 * PAGE;
 
 /// Buffers for a copy, with the pages that they hold already.
 #[derive(Debug)]
-pub(super) struct Room {
+pub(super) struct CopyBuffers {
     /// Pages that were copied while the process ran. They are one after the other at the beginning of `copy`.
     early: PageRuns,
     /// Early pages that could not be read then.
@@ -34,12 +34,12 @@ pub(super) struct Room {
     frames: Vec<u64>,
     copy: MmapMut,
     /// Buffer for the pages that are copied during the stop, if other pages were copied before.
-    late: Option<MmapMut>,
+    stop_buffer: Option<MmapMut>,
     /// Buffers that the copying threads read into first.
     near: Vec<MmapMut>,
 }
 
-impl Room {
+impl CopyBuffers {
     /// Allocates a buffer of this many bytes, and copies nothing yet.
     ///
     /// # Errors
@@ -50,8 +50,8 @@ impl Room {
             unread: PageRuns::new(),
             frames: Vec::new(),
             copy: copy::buffer(usize::try_from(bytes)?)?,
-            late: None,
-            near: copy::near_buffers()?,
+            stop_buffer: None,
+            near: copy::staging_buffers()?,
         })
     }
 
@@ -59,10 +59,10 @@ impl Room {
     ///
     /// # Errors
     /// If the marks cannot be cleared, if the frames of the pages are not shown to us, or if the buffer is too small.
-    pub(super) fn fill(&mut self, pid: u32, pages: &Pages, wanted: PageRuns) -> Result<()> {
+    pub(super) fn pre_copy(&mut self, pid: u32, pages: &Pages, wanted: PageRuns) -> Result<()> {
         clear_refs::clear(&pid.to_string(), PageMarks::Written)?;
         self.frames = pages
-            .frames(&wanted)
+            .pfns(&wanted)
             .with_context(|| format!("failed to list the pages of process {pid}"))?;
         ensure!(
             self.frames.is_empty() || self.frames.iter().any(|&frame| frame != 0),
@@ -78,8 +78,8 @@ impl Room {
     ///
     /// # Errors
     /// If there is not enough memory.
-    pub(super) fn make_late(&mut self, bytes: u64) -> Result<()> {
-        self.late = Some(copy::buffer(usize::try_from(bytes)?)?);
+    pub(super) fn allocate_stop_buffer(&mut self, bytes: u64) -> Result<()> {
+        self.stop_buffer = Some(copy::buffer(usize::try_from(bytes)?)?);
         Ok(())
     }
 
@@ -88,11 +88,11 @@ impl Room {
     ///
     /// # Errors
     /// If the process has exited.
-    pub(super) fn due(&self, pages: &Pages, found: &Found) -> io::Result<PageRuns> {
+    pub(super) fn pending(&self, pages: &Pages, found: &Found) -> io::Result<PageRuns> {
         let early = page_runs::difference(&self.early, &self.unread);
         let known = page_runs::difference(&early, &found.written);
         let known = page_runs::intersection(&found.wanted, &known);
-        let moved = self.moved(&known, |page| pages.frame(page))?;
+        let moved = self.moved(&known, |page| pages.pfn(page))?;
         let known = page_runs::difference(&known, &moved);
         Ok(page_runs::difference(&found.wanted, &known))
     }
@@ -121,9 +121,9 @@ impl Room {
     }
 
     /// Whether the buffers are large enough for all wanted pages, of which `due` are still to be copied.
-    pub(super) fn holds(&self, wanted: &[Range<u64>], due: &[Range<u64>]) -> bool {
+    pub(super) fn has_capacity_for(&self, wanted: &[Range<u64>], due: &[Range<u64>]) -> bool {
         let late = self
-            .late
+            .stop_buffer
             .as_ref()
             .map_or(self.copy.len(), |late| late.len());
         page_runs::bytes(wanted) <= self.copy.len() as u64 && page_runs::bytes(due) <= late as u64
@@ -135,7 +135,7 @@ impl Room {
     /// # Errors
     /// If the buffer is too small.
     pub(super) fn copy(&mut self, pid: u32, due: &[Range<u64>]) -> Result<PageRuns> {
-        let into = self.late.as_mut().unwrap_or(&mut self.copy);
+        let into = self.stop_buffer.as_mut().unwrap_or(&mut self.copy);
         copy::copy(pid, due, into, &mut self.near)
     }
 
@@ -144,7 +144,7 @@ impl Room {
     /// # Errors
     /// If the buffers are too small, or if a page was neither due nor copied before.
     pub(super) fn finish(mut self, wanted: &[Range<u64>], due: &[Range<u64>]) -> Result<MmapMut> {
-        if let Some(late) = self.late {
+        if let Some(late) = self.stop_buffer {
             merge(&mut self.copy, &self.early, wanted, due, &late)?;
         }
         Ok(self.copy)
@@ -228,7 +228,7 @@ impl<'a> Places<'a> {
 )]
 mod tests {
     use super::*;
-    use crate::heap::page_table::PAGE;
+    use crate::heap::page_index::PAGE;
 
     /// Returns runs of pages, which are given by their numbers.
     fn runs(pages: &[Range<u64>]) -> PageRuns {
@@ -301,12 +301,12 @@ mod tests {
 
     #[test]
     fn what_was_written_or_not_read_or_is_new_is_due() {
-        let room = Room {
+        let room = CopyBuffers {
             early: runs(&[1..10]),
             unread: runs(&[7..8]),
             frames: vec![77; 9],
             copy: MmapMut::map_anon(12 * PAGE as usize).expect("memory"),
-            late: Some(MmapMut::map_anon(5 * PAGE as usize).expect("memory")),
+            stop_buffer: Some(MmapMut::map_anon(5 * PAGE as usize).expect("memory")),
             near: Vec::new(),
         };
         let found = Found {
@@ -315,22 +315,22 @@ mod tests {
         };
         let ours = Pages::open(std::process::id()).expect("our own");
         // We have no pages at these addresses, so no frame is that of the copy.
-        assert_eq!(room.due(&ours, &found).expect("readable"), found.wanted);
+        assert_eq!(room.pending(&ours, &found).expect("readable"), found.wanted);
         let due = runs(&[3..4, 7..8, 10..12]);
-        assert!(room.holds(&found.wanted, &due));
-        assert!(!room.holds(&found.wanted, &found.wanted));
-        assert!(!room.holds(&runs(&[0..13]), &due));
+        assert!(room.has_capacity_for(&found.wanted, &due));
+        assert!(!room.has_capacity_for(&found.wanted, &found.wanted));
+        assert!(!room.has_capacity_for(&runs(&[0..13]), &due));
     }
 
     #[test]
     fn a_page_table_that_was_moved_is_told_by_one_page() {
         let early = runs(&[500..600, 1024..1026, 1600..1601]);
-        let room = Room {
+        let room = CopyBuffers {
             unread: PageRuns::new(),
             frames: (0..page_runs::bytes(&early) / PAGE).collect(),
             early,
             copy: MmapMut::map_anon(1).expect("memory"),
-            late: None,
+            stop_buffer: None,
             near: Vec::new(),
         };
         let known = runs(&[505..520, 590..595, 1025..1026, 1600..1601]);

@@ -11,7 +11,7 @@ use memtools::process::proc;
 
 /// File in memory without a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Nameless {
+pub(crate) struct UnlinkedFile {
     /// Name in /proc, escaped, such as `memfd:cache` or `/dev/shm/x`.
     pub(crate) file: String,
     /// Pid of a process that has the file open, the lowest of all.
@@ -22,8 +22,8 @@ pub(crate) struct Nameless {
 
 /// Returns the largest file without a name that a process has open. Files of other mounts are never looked at, as a
 /// server that does not answer would block memtriage.
-pub(crate) fn largest() -> Option<Nameless> {
-    let mut found: HashMap<(u64, u64), Nameless> = HashMap::new();
+pub(crate) fn largest() -> Option<UnlinkedFile> {
+    let mut found: HashMap<(u64, u64), UnlinkedFile> = HashMap::new();
     for pid in proc::all().unwrap_or_default() {
         for (number, target) in proc::open_files(pid) {
             let Some(file) = without_name(target.as_os_str().as_bytes()) else {
@@ -34,7 +34,7 @@ pub(crate) fn largest() -> Option<Nameless> {
             };
             let nameless = found
                 .entry((stat.dev(), stat.ino()))
-                .or_insert_with(|| Nameless {
+                .or_insert_with(|| UnlinkedFile {
                     file,
                     pid,
                     bytes: stat.blocks() * 512,
