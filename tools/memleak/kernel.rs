@@ -139,17 +139,17 @@ impl Source for Kernel<'_> {
         })
     }
 
-    fn symbolize(&mut self, path: StackKey) -> Result<NamedStack> {
+    fn symbolize(&mut self, key: StackKey) -> Result<NamedStack> {
         let ids = StackIds {
             comm: "kernel",
-            kernel: Some(path.stack),
+            kernel: Some(key.stack),
             ..StackIds::default()
         };
         NamedStack::read(&ids, &mut self.stacks, &mut self.names)
     }
 
-    fn stack(&mut self, path: StackKey) -> Result<Option<Rc<Stack>>> {
-        self.stacks.get(path.stack)
+    fn stack(&mut self, key: StackKey) -> Result<Option<Rc<Stack>>> {
+        self.stacks.get(key.stack)
     }
 
     fn groups(&self, count: usize) -> Groups {
@@ -176,7 +176,7 @@ impl Source for Kernel<'_> {
             return self.print_caches(&groups, output);
         }
         for entry in groups {
-            let stack = self.symbolize(entry.path)?;
+            let stack = self.symbolize(entry.key)?;
             let mut group = Group::new(&entry, stack, self.args);
             group.amount.requested_bytes = Some(entry.total.requested_bytes);
             output.row(&group)?;
@@ -207,14 +207,14 @@ impl Kernel<'_> {
         let now = Slabinfo::read();
         output.header(CacheRow::HEADER)?;
         for &Entry {
-            path,
+            key,
             total,
             age,
             growth,
             ..
         } in largest
         {
-            let name = self.cache_name(path.stack)?;
+            let name = self.cache_name(key.stack)?;
             output.row(&CacheRow {
                 slabinfo: self.slabinfo.change(&now, &name),
                 cache: name,
@@ -269,8 +269,8 @@ impl Kernel<'_> {
         Ok(())
     }
 
-    /// Returns the path that a block is added up by. With --by-cache, the slab cache takes the place of the stack.
-    fn path(&self, block: &block) -> StackKey {
+    /// Returns the key that a block is added up by. With --by-cache, the slab cache takes the place of the stack.
+    fn key(&self, block: &block) -> StackKey {
         let by_cache = self.args.kernel.by_cache;
         StackKey {
             pid: 0,
@@ -287,16 +287,16 @@ impl Kernel<'_> {
             if block.time_ns > born_before {
                 return Ok(());
             }
-            let path = self.path(block);
-            let total = totals.entry(path).or_default();
+            let stack_key = self.key(block);
+            let total = totals.entry(stack_key).or_default();
             total.allocations += 1;
             total.bytes += u64::from(block.allocated);
             total.requested_bytes += u64::from(block.requested);
             allocations.push(Allocation {
-                pid: path.pid,
+                pid: stack_key.pid,
                 address: *types::view(key)?,
                 size: block.allocated.into(),
-                stack: path.stack,
+                stack: stack_key.stack,
                 time_ns: block.time_ns,
                 calls: 1,
                 level: 0,

@@ -256,18 +256,18 @@ impl Source for Processes<'_> {
         })
     }
 
-    fn symbolize(&mut self, path: StackKey) -> Result<NamedStack> {
+    fn symbolize(&mut self, key: StackKey) -> Result<NamedStack> {
         let ids = StackIds {
-            pid: path.pid,
-            comm: self.names.comm(path.pid),
-            user: Some(path.stack),
+            pid: key.pid,
+            comm: self.names.comm(key.pid),
+            user: Some(key.stack),
             kernel: None,
         };
         NamedStack::read(&ids, &mut self.stacks, &mut self.symbolizer)
     }
 
-    fn stack(&mut self, path: StackKey) -> Result<Option<Rc<Stack>>> {
-        self.stacks.get(path.stack)
+    fn stack(&mut self, key: StackKey) -> Result<Option<Rc<Stack>>> {
+        self.stacks.get(key.stack)
     }
 
     fn is_several(&self) -> bool {
@@ -296,9 +296,9 @@ impl Source for Processes<'_> {
 
     fn print_groups(&mut self, groups: Vec<Entry>, output: &mut Output) -> Result<()> {
         for entry in groups {
-            let stack = self.symbolize(entry.path)?;
+            let stack = self.symbolize(entry.key)?;
             output.row(&Group {
-                process: self.process_if_several(entry.path.pid),
+                process: self.process_if_several(entry.key.pid),
                 ..Group::new(&entry, stack, self.args)
             })?;
         }
@@ -473,9 +473,9 @@ impl<'a> Processes<'a> {
         let mut counts: Vec<(StackKey, u64)> = counts.into_iter().collect();
         counts.sort_unstable_by_key(|&(StackKey { pid, stack }, frees)| (frees, pid, stack));
         let skipped = counts.len().saturating_sub(self.args.top);
-        for (path, frees) in counts.into_iter().skip(skipped) {
-            let stack = self.symbolize(path)?;
-            let process = self.process_if_several(path.pid);
+        for (key, frees) in counts.into_iter().skip(skipped) {
+            let stack = self.symbolize(key)?;
+            let process = self.process_if_several(key.pid);
             output.row(&UnknownFrees {
                 frees,
                 process,

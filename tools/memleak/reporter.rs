@@ -144,7 +144,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             allocations: sum.total.allocations,
         };
         let largest = self.largest(now, shown, found, self.args.top);
-        self.head(now, heading, sum.paths, amount)?;
+        self.head(now, heading, sum.stacks, amount)?;
         if self.args.show_allocs {
             let allocations = &mut found.allocations;
             allocations.sort_unstable_by_key(|one| (one.size, one.address, one.pid));
@@ -152,7 +152,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         }
         let whole = ReportSummary {
             amount,
-            groups: sum.paths,
+            groups: sum.stacks,
             shown: largest.len(),
             ..ReportSummary::default()
         };
@@ -164,8 +164,8 @@ impl<'a, S: Source> Reporter<'a, S> {
     }
 
     fn print_folded(&mut self, now: u64, shown: &Totals, found: &ReportData) -> Result<()> {
-        for Entry { path, total, .. } in self.largest(now, shown, found, usize::MAX) {
-            let stack = self.source.symbolize(path)?;
+        for Entry { key, total, .. } in self.largest(now, shown, found, usize::MAX) {
+            let stack = self.source.symbolize(key)?;
             let line = Folded::new(&stack);
             self.output.raw(|out| line.write(total.bytes, out))?;
         }
@@ -179,28 +179,34 @@ impl<'a, S: Source> Reporter<'a, S> {
         } else {
             Ages::default()
         };
-        let error_of = |path| found.errors.as_ref().and_then(|errors| errors.get(path));
-        let entries = shown.iter().map(|(path, &total)| Entry {
-            path: *path,
+        let error_of = |key| found.errors.as_ref().and_then(|errors| errors.get(key));
+        let entries = shown.iter().map(|(key, &total)| Entry {
+            key: *key,
             total,
-            error_bytes: error_of(path).map(|error| error.bytes()),
-            age: ages.at(now, *path),
+            error_bytes: error_of(key).map(|error| error.bytes()),
+            age: ages.at(now, *key),
             growth: match self.args.mode {
-                Mode::Leak => self.history.growth(now, *path, total.bytes),
+                Mode::Leak => self.history.growth(now, *key, total.bytes),
                 _ => None,
             },
         });
         sums::largest(entries.collect(), self.args.sort, top)
     }
 
-    fn head(&mut self, now: u64, heading: HeadContext, paths: usize, amount: Amount) -> Result<()> {
+    fn head(
+        &mut self,
+        now: u64,
+        heading: HeadContext,
+        stacks: usize,
+        amount: Amount,
+    ) -> Result<()> {
         self.output.row(&Head {
             time: self.clock.local(now),
             process: heading.process,
             peak_time: heading.peak_ns.map(|peak_ns| self.clock.local(peak_ns)),
             top: self.args.top,
             view: self.args.view(),
-            groups: self.source.groups(paths),
+            groups: self.source.groups(stacks),
             amount,
             unknown_frees: heading.frees.unknown,
             double_frees: heading.frees.double,
@@ -213,8 +219,8 @@ impl<'a, S: Source> Reporter<'a, S> {
     fn print_whole(&mut self, mut whole: ReportSummary, shown: &Totals) -> Result<()> {
         let groups = self.source.groups(whole.groups);
         if let Groups::Stacks(_) = groups {
-            for (&path, total) in shown {
-                whole.note_stack(self.source.stack(path)?.as_deref(), total.bytes);
+            for (&key, total) in shown {
+                whole.note_stack(self.source.stack(key)?.as_deref(), total.bytes);
             }
         }
         whole.resident_bytes = self.source.resident_bytes();
@@ -238,9 +244,9 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// Symbolizes all stacks, for other formats.
     fn profile(&mut self, totals: &Totals) -> Result<Profile> {
         let mut progress = Progress::new("naming stacks", totals.len());
-        let samples = totals.iter().map(|(&path, &total)| {
+        let samples = totals.iter().map(|(&key, &total)| {
             progress.step();
-            Ok(total.sample(self.source.symbolize(path)?))
+            Ok(total.sample(self.source.symbolize(key)?))
         });
         let samples: Vec<Sample> = samples.collect::<Result<_>>()?;
         let subject = sums::subject(self.args.view(), self.args);
@@ -262,7 +268,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             lost,
         };
         let families = numbers.families(&profile);
-        let keys: Vec<_> = totals.keys().map(|path| serve::key(*path)).collect();
+        let keys: Vec<_> = totals.keys().map(|key| serve::key(*key)).collect();
         let lost = lost.any().then(|| lost.to_string());
         Ok(ServedReport::new(
             &profile,

@@ -303,7 +303,9 @@ pub(crate) struct Group {
 impl Group {
     /// Makes the row of an entry.
     pub(crate) fn new(entry: &Entry, stack: NamedStack, args: &Args) -> Self {
-        let Entry { path, total, .. } = *entry;
+        let Entry {
+            key: path, total, ..
+        } = *entry;
         Self {
             amount: Amount {
                 bytes: total.bytes,

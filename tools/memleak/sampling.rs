@@ -96,8 +96,8 @@ impl Sampling {
             allocations: sum.allocations.round() as u64,
             ..Total::default()
         };
-        let totals = sums.iter().map(|(&path, sum)| (path, total(sum)));
-        let errors = sums.iter().map(|(&path, sum)| (path, Error::of(sum)));
+        let totals = sums.iter().map(|(&key, sum)| (key, total(sum)));
+        let errors = sums.iter().map(|(&key, sum)| (key, Error::of(sum)));
         (totals.collect(), errors.collect())
     }
 }

@@ -14,8 +14,8 @@ pub(crate) fn tell(server: &Server) {
 }
 
 /// Returns the key that identifies a stack.
-pub(crate) fn key(path: StackKey) -> Key {
-    (path.pid, path.stack)
+pub(crate) fn key(key: StackKey) -> Key {
+    (key.pid, key.stack)
 }
 
 /// Returns the bytes of each stack.
@@ -116,7 +116,7 @@ impl Numbers {
                     "memtools_memleak_outstanding_stacks",
                     "",
                     "Call stacks with allocations that are not freed.",
-                    self.sum.paths as u64,
+                    self.sum.stacks as u64,
                 ),
             ],
             View::Peak => vec![

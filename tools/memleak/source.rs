@@ -31,11 +31,11 @@ pub(crate) trait Source {
     /// the age of a block no longer matters: none will be freed any more.
     fn snapshot(&mut self, now_ns: u64, exited: bool) -> Result<ReportData>;
 
-    /// Returns the symbolized stack of a path.
-    fn symbolize(&mut self, path: StackKey) -> Result<NamedStack>;
+    /// Returns the symbolized stack of a key.
+    fn symbolize(&mut self, key: StackKey) -> Result<NamedStack>;
 
-    /// Returns the stack of a path as the kernel recorded it. Returns None if the stack was lost.
-    fn stack(&mut self, path: StackKey) -> Result<Option<Rc<Stack>>>;
+    /// Returns the stack of a key as the kernel recorded it. Returns None if the stack was lost.
+    fn stack(&mut self, key: StackKey) -> Result<Option<Rc<Stack>>>;
 
     /// Returns what reports group by, with the number of groups.
     fn groups(&self, count: usize) -> Groups {

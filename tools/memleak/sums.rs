@@ -31,7 +31,7 @@ pub(crate) struct Allocation {
     pub(crate) level: u32,
 }
 
-/// Call path of a process, by which allocations are added up.
+/// Call stack of a process, by which allocations are added up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct StackKey {
     pub(crate) pid: u32,
@@ -39,7 +39,7 @@ pub(crate) struct StackKey {
     pub(crate) stack: u64,
 }
 
-/// Allocations of one path, outstanding or made.
+/// Allocations of one stack, outstanding or made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Total {
     pub(crate) bytes: u64,
@@ -96,14 +96,14 @@ pub(crate) fn subject(view: View, args: &Args) -> ProfileInfo {
     }
 }
 
-/// Totals by path.
+/// Totals by stack.
 pub(crate) type Totals = HashMap<StackKey, Total>;
 
-/// Sum over all paths.
+/// Sum over all stacks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Sum {
-    /// Number of paths with allocations.
-    pub(crate) paths: usize,
+    /// Number of stacks with allocations.
+    pub(crate) stacks: usize,
     pub(crate) total: Total,
 }
 
@@ -111,7 +111,7 @@ impl Sum {
     pub(crate) fn of(totals: &Totals) -> Self {
         let mut sum = Self::default();
         for total in totals.values() {
-            sum.paths += usize::from(total.allocations > 0);
+            sum.stacks += usize::from(total.allocations > 0);
             sum.total.bytes += total.bytes;
             sum.total.allocations += total.allocations;
             sum.total.requested_bytes += total.requested_bytes;
@@ -120,7 +120,7 @@ impl Sum {
     }
 }
 
-/// Adds up allocations by path.
+/// Adds up allocations by stack.
 pub(crate) fn add_up<'a>(
     totals: &mut Totals,
     allocations: impl IntoIterator<Item = &'a Allocation>,
@@ -146,9 +146,9 @@ pub(crate) fn merge_lost<M: MapCore>(
     for allocation in allocations {
         allocation.stack = stacks.id_or_lost(allocation.stack)?;
     }
-    for (path, more) in mem::take(totals) {
-        let stack = stacks.id_or_lost(path.stack)?;
-        let total = totals.entry(StackKey { stack, ..path }).or_default();
+    for (key, more) in mem::take(totals) {
+        let stack = stacks.id_or_lost(key.stack)?;
+        let total = totals.entry(StackKey { stack, ..key }).or_default();
         total.bytes += more.bytes;
         total.requested_bytes += more.requested_bytes;
         total.allocations += more.allocations;
@@ -156,21 +156,21 @@ pub(crate) fn merge_lost<M: MapCore>(
     Ok(())
 }
 
-/// Returns what was added to each path's total since an earlier look. Paths without new allocations are left out.
+/// Returns what was added to each stack's total since an earlier look. Stacks without new allocations are left out.
 pub(crate) fn since(earlier: &Totals, now: &Totals) -> Totals {
-    let added = now.iter().map(|(&path, total)| {
-        let before = earlier.get(&path).copied().unwrap_or_default();
+    let added = now.iter().map(|(&key, total)| {
+        let before = earlier.get(&key).copied().unwrap_or_default();
         let added = Total {
             bytes: total.bytes.saturating_sub(before.bytes),
             allocations: total.allocations.saturating_sub(before.allocations),
             requested_bytes: total.requested_bytes.saturating_sub(before.requested_bytes),
         };
-        (path, added)
+        (key, added)
     });
     added.filter(|(_, total)| total.allocations > 0).collect()
 }
 
-/// Times at which each path's outstanding blocks were allocated.
+/// Times at which each stack's outstanding blocks were allocated.
 #[derive(Debug, Default)]
 pub(crate) struct Ages(HashMap<StackKey, Vec<u64>>);
 
@@ -192,9 +192,9 @@ impl Ages {
         Self(times)
     }
 
-    /// Returns the oldest and the median age of a path's blocks at `now_ns`, in milliseconds.
-    pub(crate) fn at(&mut self, now_ns: u64, path: StackKey) -> Option<Age> {
-        let times = self.0.get_mut(&path)?;
+    /// Returns the oldest and the median age of a stack's blocks at `now_ns`, in milliseconds.
+    pub(crate) fn at(&mut self, now_ns: u64, key: StackKey) -> Option<Age> {
+        let times = self.0.get_mut(&key)?;
         let oldest = *times.iter().min()?;
         let middle = times.len() / 2;
         let median = *times.select_nth_unstable(middle).1;
@@ -206,14 +206,14 @@ impl Ages {
     }
 }
 
-/// Ages of a path's outstanding blocks.
+/// Ages of a stack's outstanding blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Age {
     pub(crate) oldest_age_ms: u64,
     pub(crate) median_age_ms: u64,
 }
 
-/// Change of a path's outstanding bytes.
+/// Change of a stack's outstanding bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Growth {
     /// Change since the last report.
@@ -243,11 +243,11 @@ impl History {
         &self.last
     }
 
-    /// Returns the growth of a path up to `time_ns`. Returns None at the first report.
-    pub(crate) fn growth(&self, time_ns: u64, path: StackKey, bytes: u64) -> Option<Growth> {
+    /// Returns the growth of a stack up to `time_ns`. Returns None at the first report.
+    pub(crate) fn growth(&self, time_ns: u64, key: StackKey, bytes: u64) -> Option<Growth> {
         let (first_ns, first) = self.first.as_ref()?;
         let grown = |from: &Totals| {
-            let before = from.get(&path).map_or(0, |total| total.bytes);
+            let before = from.get(&key).map_or(0, |total| total.bytes);
             bytes.cast_signed().wrapping_sub(before.cast_signed())
         };
         let elapsed_ns = i128::from(time_ns.saturating_sub(*first_ns)).max(1);
@@ -262,10 +262,10 @@ impl History {
     }
 }
 
-/// Allocations of one path, with the values that paths are sorted by.
+/// Allocations of one stack, with the values that stacks are sorted by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry {
-    pub(crate) path: StackKey,
+    pub(crate) key: StackKey,
     pub(crate) total: Total,
     /// Error of the bytes, if they are an estimate.
     pub(crate) error_bytes: Option<u64>,
@@ -288,7 +288,7 @@ pub(crate) fn largest(mut entries: Vec<Entry>, key: SortKey, top: usize) -> Vec<
             SortKey::Growth => growth(|growth| growth.growth_bytes),
             SortKey::Rate => growth(|growth| growth.growth_bytes_per_second),
         };
-        (first, bytes, allocations, entry.path)
+        (first, bytes, allocations, entry.key)
     });
     entries.split_off(entries.len().saturating_sub(top))
 }
@@ -323,7 +323,7 @@ mod tests {
 
     const PID: u32 = 7;
 
-    fn path(stack: u64) -> StackKey {
+    fn key(stack: u64) -> StackKey {
         StackKey { pid: PID, stack }
     }
 
@@ -361,16 +361,16 @@ mod tests {
             3 * SECOND,
             totals(&[allocation(1, 100, 0), allocation(2, 26, 0)]),
         );
-        let entries = totals(&blocks).into_iter().map(|(path, total)| Entry {
-            path,
+        let entries = totals(&blocks).into_iter().map(|(key, total)| Entry {
+            key,
             total,
             error_bytes: None,
-            age: ages.at(5 * SECOND, path),
-            growth: history.growth(5 * SECOND, path, total.bytes),
+            age: ages.at(5 * SECOND, key),
+            growth: history.growth(5 * SECOND, key, total.bytes),
         });
         largest(entries.collect(), key, top)
             .into_iter()
-            .map(|entry| entry.path.stack)
+            .map(|entry| entry.key.stack)
             .collect()
     }
 
@@ -389,20 +389,20 @@ mod tests {
     fn ages_are_of_the_oldest_and_of_the_middle() {
         let ms = 1_000_000;
         let blocks = [5, 1, 9, 7, 3].map(|time| allocation(1, 8, time * ms));
-        let age = Ages::of(&blocks).at(10 * ms, path(1));
+        let age = Ages::of(&blocks).at(10 * ms, key(1));
         let expected = Age {
             oldest_age_ms: 9,
             median_age_ms: 5,
         };
         assert_eq!(age, Some(expected));
-        assert_eq!(Ages::default().at(0, path(1)), None);
+        assert_eq!(Ages::default().at(0, key(1)), None);
     }
 
     #[test]
     fn growth_is_from_the_last_and_from_the_first_report() {
         const SECOND: u64 = 1_000_000_000;
         let mut history = History::default();
-        assert_eq!(history.growth(0, path(1), 100), None);
+        assert_eq!(history.growth(0, key(1), 100), None);
         history.add(0, totals(&[allocation(1, 100, 0)]));
         history.add(SECOND, totals(&[allocation(1, 400, 0)]));
         let expected = Growth {
@@ -410,7 +410,7 @@ mod tests {
             growth_bytes_in_all: 200,
             growth_bytes_per_second: 50,
         };
-        assert_eq!(history.growth(4 * SECOND, path(1), 300), Some(expected));
+        assert_eq!(history.growth(4 * SECOND, key(1), 300), Some(expected));
     }
 
     #[test]
@@ -430,7 +430,7 @@ mod tests {
         };
         assert_eq!(
             added,
-            HashMap::from([(path(1), total(30)), (path(3), total(7))])
+            HashMap::from([(key(1), total(30)), (key(3), total(7))])
         );
     }
 
@@ -444,7 +444,7 @@ mod tests {
         };
         add_up(&mut totals, &[part(1), part(0)]);
         assert_eq!(
-            totals[&path(1)],
+            totals[&key(1)],
             Total {
                 bytes: 8192,
                 allocations: 1,

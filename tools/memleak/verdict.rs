@@ -355,7 +355,7 @@ impl<'a> HeapAnalysis<'a> {
             WhyQuery::Name(name) => {
                 let by_it = |block: usize| {
                     let born = self.seen.born(block);
-                    born.is_some_and(|born| known.has_function(born.path, &name))
+                    born.is_some_and(|born| known.has_function(born.key, &name))
                 };
                 let is_it =
                     |&block: &usize| kind(block) == Kind::Type(name.clone()) || by_it(block);

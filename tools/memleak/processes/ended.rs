@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use crate::sampling::{Error, Sampling};
 use crate::sums::{self, Allocation, StackKey, Total, Totals};
 
-/// Maximum number of paths that are kept apart. Of more, those with the least bytes are counted together.
+/// Maximum number of stacks that are kept apart. Of more, those with the least bytes are counted together.
 const MAX_PATHS: usize = 1 << 16;
 
 /// Ends of a process's address spaces, by exec or exit, in their order.
@@ -49,12 +49,12 @@ impl AddressSpaceEnds {
     }
 }
 
-/// Allocations that all exited processes have left, by path.
+/// Allocations that all exited processes have left, by stack.
 #[derive(Debug, Default)]
 pub(crate) struct ExitedTotals {
     totals: Totals,
     errors: HashMap<StackKey, Error>,
-    /// Sum of the paths that are not kept apart any more.
+    /// Sum of the stacks that are not kept apart any more.
     rest: Total,
 }
 
@@ -66,8 +66,8 @@ impl ExitedTotals {
             Some(sampling) => {
                 let (totals, errors) = sampling.estimate(left);
                 self.add_to_own(&totals);
-                for (path, error) in errors {
-                    self.errors.entry(path).or_default().add(error);
+                for (key, error) in errors {
+                    self.errors.entry(key).or_default().add(error);
                 }
             }
         }
@@ -84,18 +84,18 @@ impl ExitedTotals {
     ) {
         add_all(totals, &self.totals);
         if let Some(errors) = errors {
-            for (path, error) in &self.errors {
-                errors.entry(*path).or_default().add(*error);
+            for (key, error) in &self.errors {
+                errors.entry(*key).or_default().add(*error);
             }
         }
     }
 
-    /// Returns the stacks of all paths that are kept apart.
+    /// Returns the ids of all stacks that are kept apart.
     pub(crate) fn stacks(&self) -> impl Iterator<Item = u64> {
-        self.totals.keys().map(|path| path.stack)
+        self.totals.keys().map(|key| key.stack)
     }
 
-    /// Returns the sum of the paths that are not kept apart, if there are any.
+    /// Returns the sum of the stacks that are not kept apart, if there are any.
     pub(crate) fn rest(&self) -> Option<Total> {
         (self.rest.allocations > 0).then_some(self.rest)
     }
@@ -109,12 +109,12 @@ impl ExitedTotals {
         let middle = sizes.len() / 2;
         let median = *sizes.select_nth_unstable(middle).1;
         let (rest, errors) = (&mut self.rest, &mut self.errors);
-        self.totals.retain(|path, total| {
+        self.totals.retain(|key, total| {
             let keep = total.bytes > median;
             if !keep {
                 rest.bytes += total.bytes;
                 rest.allocations += total.allocations;
-                errors.remove(path);
+                errors.remove(key);
             }
             keep
         });
@@ -122,8 +122,8 @@ impl ExitedTotals {
 }
 
 fn add_all(totals: &mut Totals, more: &Totals) {
-    for (path, more) in more {
-        let total = totals.entry(*path).or_default();
+    for (key, more) in more {
+        let total = totals.entry(*key).or_default();
         total.bytes += more.bytes;
         total.allocations += more.allocations;
     }

@@ -120,14 +120,14 @@ impl Processes<'_> {
     /// Whether memory was mapped within a function that frees. Such memory is the allocator's own: if a thread's first
     /// call is free(), glibc makes an arena for the thread. Memory that was mapped within a function that allocates is
     /// known to the BPF programs, by the function's return.
-    fn is_mapped_by_free(&mut self, path: StackKey) -> Result<bool> {
+    fn is_mapped_by_free(&mut self, key: StackKey) -> Result<bool> {
         /// Maximum number of frames from mmap() to free().
         const INNERMOST: usize = 8;
-        if let Some(&known) = self.mapped_by_free.get(&path) {
+        if let Some(&known) = self.mapped_by_free.get(&key) {
             return Ok(known);
         }
         self.symbolizer.refresh();
-        let stack = self.symbolize(path)?;
+        let stack = self.symbolize(key)?;
         let frees = |frame: &Frame| {
             let shown = frame.symbol.as_ref().map(|(name, _)| name.as_str());
             let name = frame.mangled.as_deref().or(shown);
@@ -140,7 +140,7 @@ impl Processes<'_> {
         if self.mapped_by_free.len() == MAX_PATHS {
             self.mapped_by_free.clear();
         }
-        self.mapped_by_free.insert(path, found);
+        self.mapped_by_free.insert(key, found);
         Ok(found)
     }
 
@@ -161,15 +161,15 @@ impl Processes<'_> {
 
     /// Prints each stack that has freed a block twice, once. The report has the count.
     fn freed_twice(&mut self, event: &event, output: &mut Output) -> Result<()> {
-        let path = StackKey {
+        let key = StackKey {
             pid: event.pid,
             stack: event.stack,
         };
-        if !self.reported_double_frees.insert(path) {
+        if !self.reported_double_frees.insert(key) {
             return Ok(());
         }
         self.symbolizer.refresh();
-        let stack = self.symbolize(path)?;
+        let stack = self.symbolize(key)?;
         let freed = DoubleFree {
             time: self.clock.local(event.time_ns),
             process: Some(self.names.at_event(event.pid, None, event.cgroup)),

@@ -27,8 +27,8 @@ impl Processes<'_> {
             if self.args.combined_only && !current {
                 return Ok(());
             }
-            let path = StackKey { pid, stack };
-            let total = totals.entry(path).or_default();
+            let key = StackKey { pid, stack };
+            let total = totals.entry(key).or_default();
             total.bytes += value.bytes;
             total.allocations += value.count;
             Ok(())
@@ -73,11 +73,11 @@ fn totals_at(attached: &Attached, peak: &peak) -> Result<Totals> {
         };
         // Other entries are of other programs that the process has executed, before or after the peak.
         if u64::from(key.execs) == peak.execs {
-            let path = StackKey {
+            let key = StackKey {
                 pid: key.pid,
                 stack: key.stack,
             };
-            let total = totals.entry(path).or_default();
+            let total = totals.entry(key).or_default();
             total.bytes += bytes;
             total.allocations += allocations;
         }

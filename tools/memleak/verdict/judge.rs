@@ -160,7 +160,7 @@ pub(super) fn judge(
     (heap.in_doubt.iter()).for_each(|block| sums.in_doubt.add(block.size));
     let (mut lost, mut held, mut suppressed) = (HashMap::new(), HashMap::new(), BTreeMap::new());
     let leaders = reach.leaders();
-    let entry = |number: usize, kind: LeakKind| known.suppressed(seen.born(number)?.path, kind);
+    let entry = |number: usize, kind: LeakKind| known.suppressed(seen.born(number)?.key, kind);
     for (number, block) in heap.blocks().iter().enumerate() {
         let class = reach.class(number);
         let bytes = seen.bytes(number, block);
@@ -195,7 +195,7 @@ pub(super) fn judge(
             continue;
         }
         let (kind, born) = (kind(of), seen.born(of));
-        let key = born.map_or_else(|| Key::Kind(kind.clone()), |born| Key::Stack(born.path));
+        let key = born.map_or_else(|| Key::Kind(kind.clone()), |born| Key::Stack(born.key));
         let group = groups
             .entry(key)
             .or_insert_with(|| Group::new(of, kind.clone(), born));

@@ -12,7 +12,7 @@ use crate::sums::{Allocation, StackKey};
 /// Stack that has allocated blocks, and the times of the allocations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct AllocSite {
-    pub(super) path: StackKey,
+    pub(super) key: StackKey,
     /// CLOCK_MONOTONIC of the first and of the last allocation.
     pub(super) first_ns: u64,
     pub(super) last_ns: u64,
@@ -92,7 +92,7 @@ impl TracedBlocks {
     pub(super) fn born(&self, number: usize) -> Option<AllocSite> {
         let made = self.made(number)?;
         Some(AllocSite {
-            path: StackKey {
+            key: StackKey {
                 pid: self.pid,
                 stack: made.stack,
             },
@@ -102,7 +102,7 @@ impl TracedBlocks {
     }
 
     /// Returns the stacks that have allocated the traced blocks, each once.
-    pub(super) fn paths(&self) -> BTreeSet<StackKey> {
+    pub(super) fn keys(&self) -> BTreeSet<StackKey> {
         let pid = self.pid;
         let stacks = self.blocks.iter().map(|made| made.stack);
         stacks.map(|stack| StackKey { pid, stack }).collect()
@@ -156,7 +156,7 @@ mod tests {
         assert_eq!(seen.count(), 1);
         assert_eq!(seen.bytes(0, &heap.blocks()[0]), 20);
         assert_eq!(seen.bytes(1, &heap.blocks()[1]), 40);
-        assert_eq!(seen.born(0).map(|born| born.path.stack), Some(0x51));
+        assert_eq!(seen.born(0).map(|born| born.key.stack), Some(0x51));
         assert_eq!(seen.born(2), None);
     }
 }

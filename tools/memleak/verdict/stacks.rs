@@ -14,7 +14,7 @@ use crate::sums::StackKey;
 /// Source of the stacks that blocks were allocated by.
 pub(super) trait Stacks {
     /// Returns the symbolized stack. Returns None if nothing was traced.
-    fn symbolize(&mut self, path: StackKey) -> Result<Option<NamedStack>>;
+    fn symbolize(&mut self, key: StackKey) -> Result<Option<NamedStack>>;
 
     /// Returns the symbolized stack, and the ages of the blocks that it has allocated. Returns None if nothing was
     /// traced.
@@ -55,26 +55,26 @@ impl SymbolizedStacks {
         if args.verdict.why.is_empty() && suppressions.count() == 0 {
             return Ok(known);
         }
-        for path in seen.paths() {
-            let Some(stack) = stacks.symbolize(path)? else {
+        for key in seen.keys() {
+            let Some(stack) = stacks.symbolize(key)? else {
                 continue;
             };
             let found = suppressions.find(frames(&stack)).into_iter();
-            let found = found.map(|(kind, entry)| ((path, kind), entry));
+            let found = found.map(|(kind, entry)| ((key, kind), entry));
             known.suppressed.extend(found);
-            known.stacks.insert(path, stack);
+            known.stacks.insert(key, stack);
         }
         Ok(known)
     }
 
     /// Returns the number of the entry that suppresses leaks of this kind, allocated by this stack.
-    pub(super) fn suppressed(&self, path: StackKey, kind: LeakKind) -> Option<usize> {
-        self.suppressed.get(&(path, kind)).copied()
+    pub(super) fn suppressed(&self, key: StackKey, kind: LeakKind) -> Option<usize> {
+        self.suppressed.get(&(key, kind)).copied()
     }
 
     /// Whether a function of this name is in the stack. The name may leave out the parameters and the enclosing scopes.
-    pub(super) fn has_function(&self, path: StackKey, name: &str) -> bool {
-        let stack = self.stacks.get(&path);
+    pub(super) fn has_function(&self, key: StackKey, name: &str) -> bool {
+        let stack = self.stacks.get(&key);
         let mut symbols = stack
             .into_iter()
             .flat_map(frames)

@@ -196,8 +196,8 @@ struct TraceStacks<'a, S> {
 }
 
 impl<S: Source> Stacks for TraceStacks<'_, S> {
-    fn symbolize(&mut self, path: StackKey) -> Result<Option<NamedStack>> {
-        self.source.symbolize(path).map(Some)
+    fn symbolize(&mut self, key: StackKey) -> Result<Option<NamedStack>> {
+        self.source.symbolize(key).map(Some)
     }
 
     fn origin(&mut self, born: AllocSite) -> Result<Option<Origin>> {
@@ -205,8 +205,8 @@ impl<S: Source> Stacks for TraceStacks<'_, S> {
         Ok(Some(Origin {
             oldest_age_ms: age_ms(born.first_ns),
             youngest_age_ms: age_ms(born.last_ns),
-            stack_id: born.path.stack,
-            stack: self.source.symbolize(born.path)?,
+            stack_id: born.key.stack,
+            stack: self.source.symbolize(born.key)?,
         }))
     }
 }
