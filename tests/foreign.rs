@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use elf_file::{KINDS, Kind, TEXT};
 use memtools::code::elf;
 use memtools::code::elf_file::NotElf;
-use memtools::code::probe_place;
+use memtools::code::probe_point;
 use memtools::code::pymalloc;
 use memtools::code::symbols::Symbols;
 use memtools::code::wrappers::{Calls, Forwarded};
@@ -79,7 +79,7 @@ fn read_all(file: &File) -> bool {
         let read: Vec<_> = functions.iter().map(|one| (one, vec![1, 2])).collect();
         // A function that cannot be read gets no probe.
         let _ = timed("places", || {
-            probe_place::places(file, &read, probe_place::Preference::Cheap)
+            probe_point::places(file, &read, probe_point::Preference::Cheap)
         });
     }
     let rules = timed("rules", || {

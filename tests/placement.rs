@@ -1,6 +1,6 @@
 //! Places of probes, checked against real libraries.
 //!
-//! [`probe_place::places`] claims that at the chosen instruction, what a handler reads is where the place says,
+//! [`probe_point::places`] claims that at the chosen instruction, what a handler reads is where the place says,
 //! as it was at the function's entry, and that only the entry leads to that instruction. Both claims are checked
 //! for every function of every allocator, of the C and the C++ library. The first one is checked by running the
 //! function up to the instruction, step by step, with random values in its registers. The second one is checked
@@ -15,7 +15,7 @@ use std::process::Command;
 
 use libc::user_regs_struct as Registers;
 use memtools::code::elf;
-use memtools::code::probe_place::{self, Preference, ProbePoint};
+use memtools::code::probe_point::{self, Preference, ProbePoint};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill, raise};
@@ -94,7 +94,7 @@ impl Library {
             .iter()
             .map(|function| (function, arguments.to_vec()))
             .collect();
-        let places = probe_place::places(&file, &asked, Preference::Cheap).expect("places");
+        let places = probe_point::places(&file, &asked, Preference::Cheap).expect("places");
         let functions = symbols
             .iter()
             .zip(places)

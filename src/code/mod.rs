@@ -9,7 +9,7 @@
 //! | [`lines`] | source lines of machine code |
 //! | [`limits`] | limits of memory and time for reading one file of another user |
 //! | [`pymalloc`] | where CPython's allocator takes slots of its pools, and gives them back |
-//! | [`probe_place`] | where in a function a uprobe costs least |
+//! | [`probe_point`] | where in a function a uprobe costs least |
 //! | `symbol_copy` | a copy of a file's symbols, which blazesym can read |
 //! | [`registers`] | the machine in ELF files, and its registers in unwind information |
 //! | [`symbols`] | the function that an offset in a file is in |
@@ -22,7 +22,7 @@ pub mod elf;
 pub mod elf_file;
 pub mod limits;
 pub mod lines;
-pub mod probe_place;
+pub mod probe_point;
 mod symbol_copy;
 pub mod symbols;
 

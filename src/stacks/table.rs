@@ -15,9 +15,9 @@ use crate::bpf::fill_level::{self, FillLevel, Table, TableUsage};
 use crate::bpf::map_create;
 use crate::bpf::types;
 
-mod place;
+mod raw_frame;
 
-pub use place::RawFrame;
+pub use raw_frame::RawFrame;
 
 /// Maximum number of frames that the table holds of a stack.
 pub const MAX_DEPTH: u32 = types::stack_layout::STACK_MAX_DEPTH.0;

@@ -7,9 +7,9 @@
 
 pub(crate) mod args;
 mod children;
-mod look;
 mod report;
 mod schedule;
+mod snapshot;
 
 use std::collections::{HashMap, HashSet};
 use std::process::ExitCode;
@@ -29,9 +29,9 @@ use crate::args::Args;
 use crate::rows::ProcessName;
 use crate::verdict;
 use children::Children;
-use look::{BlockId, HeapSnapshot};
 use report::{GrowthRow, TypeRow};
 use schedule::Schedule;
+use snapshot::{BlockId, HeapSnapshot};
 
 /// Minimum number of points for a slope.
 const MIN_POINTS: usize = 3;
@@ -223,7 +223,7 @@ impl<'a> Study<'a> {
         let reach = look.reach()?;
         let groups: HashSet<u32> = self.growing().into_iter().take(top).collect();
         self.found.holders = look.holders(&reach, self.follower.blocks(), &groups);
-        let lost = look::lost(&look, &reach)?;
+        let lost = snapshot::lost(&look, &reach)?;
         // The first copy is freed before the second one is taken.
         drop((look, reach));
         self.found.lost = match lost {
@@ -240,7 +240,7 @@ impl<'a> Study<'a> {
             return Ok(None);
         };
         self.pauses_us.push(again.image.paused.as_micros() as u64);
-        let still = look::lost(&again, &again.reach()?)?;
+        let still = snapshot::lost(&again, &again.reach()?)?;
         Ok(still.map(|still| lost & &still))
     }
 

@@ -4,7 +4,7 @@
 //! Mappings, which can be unmapped in part, come as events and are kept in user space ([`regions`]).
 
 mod allocators;
-mod block_room;
+mod block_map_sizes;
 mod cost;
 mod ended;
 mod events;

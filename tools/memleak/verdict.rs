@@ -10,10 +10,10 @@ mod idle;
 mod judge;
 mod names;
 mod report;
-mod seen;
 mod stacks;
 mod suppressions;
 pub(crate) mod traced;
+mod traced_blocks;
 mod why;
 
 use std::collections::HashSet;
@@ -45,9 +45,9 @@ pub(crate) use judge::lost_blocks;
 use judge::{Judgement, Kind, Sum};
 pub(crate) use names::RootNames;
 use report::{Held, Lost, Memcheck, Origin, Suppressed, Trace, Verdict, What};
-use seen::TracedBlocks;
 use stacks::{Stacks, SymbolizedStacks, Untraced};
 use suppressions::Suppressions;
+use traced_blocks::TracedBlocks;
 use why::{Branch, Why};
 
 /// Maximum number of blocks of a chain that are shown.

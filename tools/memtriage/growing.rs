@@ -9,8 +9,8 @@ use memtools::print::output::Row;
 use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 
-use crate::look::Snapshot;
 use crate::screen::{change, size};
+use crate::snapshot::Snapshot;
 
 /// Number of looks that are remembered, which is also the width of a sparkline.
 const LOOKS: usize = 30;

@@ -8,11 +8,11 @@ mod doctor;
 mod findings;
 mod growing;
 mod huge_pages;
-mod look;
 mod processes;
 mod rankings;
 mod record;
 mod screen;
+mod snapshot;
 mod subject;
 mod tools;
 mod unlinked;
@@ -34,9 +34,9 @@ use memtools::run::{cli, complete};
 
 use crate::findings::{Evidence, Level};
 use crate::growing::{Growing, Growth};
-use crate::look::{OneShotData, Snapshot};
 use crate::rankings::RankBy;
 use crate::screen::{Host, Table};
+use crate::snapshot::{OneShotData, Snapshot};
 use crate::subject::Subject;
 use crate::who::Culprit;
 

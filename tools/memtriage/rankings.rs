@@ -14,9 +14,9 @@ use memtools::process::container::{self, CgroupInfo};
 use memtools::run::cli::UsageError;
 use serde::Serialize;
 
-use crate::look::Snapshot;
 use crate::processes;
 use crate::screen::{ProcessRow, change, size};
+use crate::snapshot::Snapshot;
 
 /// What --by chooses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -62,7 +62,7 @@ pub(crate) struct ToolTarget {
 }
 
 impl ToolTarget {
-    /// Makes the target of one process. Its cgroup is `cgroup`, or is looked up now without one.
+    /// Makes the target of one process. Its cgroup is `cgroup_info`; if that is None, the cgroup is looked up now.
     pub(crate) fn process(pid: u32, cgroup_info: Option<&CgroupInfo>) -> Self {
         let cgroup_info = cgroup_info
             .cloned()

@@ -2,15 +2,15 @@
 //!
 //! Hooks: `oom_kill_process()` by fentry or by a kprobe, else the tracepoint `mark_victim` alone, with the victim's
 //! task or with its pid (`bpf/oomkill.bpf.c`, [`mod@attach`]). An event of a victim that the options ask for
-//! ([`choice`]) becomes a row ([`row`], [`printer`]). With --extended the row includes what /proc shows at that
+//! ([`victim_filter`]) becomes a row ([`row`], [`printer`]). With --extended the row includes what /proc shows at that
 //! moment ([`candidates`]).
 
 mod args;
 mod attach;
 mod candidates;
-mod choice;
 mod printer;
 mod row;
+mod victim_filter;
 
 use std::process::ExitCode;
 
@@ -30,8 +30,8 @@ use memtools::stacks::unwind::Unwinder;
 
 use crate::args::Args;
 use crate::bpf::types::event;
-use crate::choice::VictimFilter;
 use crate::printer::Printer;
+use crate::victim_filter::VictimFilter;
 
 memtools::skeleton!("oomkill", OomkillSkelBuilder, stacks: unwound, plain: [event]);
 

@@ -23,8 +23,8 @@ use memtools::stacks::named::{NamedStack, StackIds};
 use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::{event, event_kind, oom_kind, task};
-use crate::choice::VictimFilter;
 use crate::row::{AlsoKilled, Kill, Kind, Victim};
+use crate::victim_filter::VictimFilter;
 use crate::{candidates, row};
 
 /// Smallest limit in KB that means "no limit": PAGE_COUNTER_MAX is LONG_MAX bytes.

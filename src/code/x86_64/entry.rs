@@ -15,9 +15,9 @@ use iced_x86::{
     Register, UsedMemory,
 };
 
-use super::held::{RegisterContents, writes};
+use super::register_contents::{RegisterContents, writes};
 use crate::bpf::kernel_support;
-use crate::code::probe_place::ProbePoint;
+use crate::code::probe_point::ProbePoint;
 
 /// How far from the entry a probe may go. jemalloc's `free` has its first jump 48 bytes on.
 pub(crate) const MAX_OFFSET: u64 = 128;

@@ -4,7 +4,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | `entry` | the instructions with which a function begins, and which of them a uprobe may be on |
-//! | `held` | contents of registers while these instructions are executed |
+//! | `register_contents` | contents of registers while these instructions are executed |
 //! | [`instruction`] | the instruction at a place in a file |
 //! | `jumps` | targets of jumps |
 //! | [`pymalloc`] | where CPython's allocator takes slots of its pools, and gives them back |
@@ -12,9 +12,9 @@
 //! | [`wrappers`] | functions that only pass a call on to another one |
 
 pub(super) mod entry;
-pub(super) mod held;
 pub mod instruction;
 pub(super) mod jumps;
 pub mod pymalloc;
+pub(super) mod register_contents;
 pub mod registers;
 pub mod wrappers;

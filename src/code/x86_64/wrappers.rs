@@ -17,8 +17,8 @@ use iced_x86::{
 };
 use rustc_hash::FxHashSet;
 
-use super::held::{RegisterContents, writes};
 use super::instruction::LONGEST;
+use super::register_contents::{RegisterContents, writes};
 use crate::code::elf::{self, CodeSegment, Function};
 use crate::code::elf_file::Elf;
 

@@ -11,7 +11,7 @@ use super::offsets::{self, Offsets};
 use crate::bpf::types::python_process;
 use crate::code::elf;
 use crate::code::elf_file::Elf;
-use crate::code::probe_place::{self, Preference};
+use crate::code::probe_point::{self, Preference};
 use crate::interpreters::memory::{self, Memory};
 use crate::interpreters::search::{Files, Inspection, Located};
 use crate::process::mapped_file::MappedFile;
@@ -69,7 +69,7 @@ impl Python {
             file_offset,
             size: 0,
         };
-        let places = probe_place::places(file, &[(&function, vec![1])], Preference::Entry)?;
+        let places = probe_point::places(file, &[(&function, vec![1])], Preference::Entry)?;
         let place = places.first().copied().flatten();
         Ok(place.map(|place| file_offset + place.offset))
     }

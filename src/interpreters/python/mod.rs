@@ -8,7 +8,7 @@
 //! |---|---|
 //! | [`code`] | a code object, as the BPF side sends it |
 //! | [`codes`] | all code objects that were met, by their words in stacks |
-//! | `deaths` | probes on the function that frees code objects |
+//! | `dealloc_probes` | probes on the function that frees code objects |
 //! | [`lines`] | the source line of an instruction |
 //! | `locate` | the search for the interpreter of a process |
 //! | `offsets` | offsets in CPython's structs, by version |
@@ -16,7 +16,7 @@
 
 pub mod code;
 pub mod codes;
-mod deaths;
+mod dealloc_probes;
 pub mod lines;
 mod locate;
 mod offsets;

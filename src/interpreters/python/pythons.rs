@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use anyhow::Result;
 use libbpf_rs::{MapHandle, ProgramMut};
 
-use super::deaths::{DeallocProbes, Programs, Refused};
+use super::dealloc_probes::{DeallocProbes, Programs, Refused};
 use super::locate::{self, Python};
 use crate::bpf::attach;
 use crate::bpf::types;

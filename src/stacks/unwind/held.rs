@@ -63,7 +63,7 @@ impl Held {
     pub(super) fn hold(pid: u32, descendants: bool, maps: HeldMaps, stops: Stops) -> Result<Self> {
         let keep = [maps.held.as_fd(), maps.stopped.as_fd()];
         let [held, stopped] = keep;
-        // SAFETY: `let_go` makes system calls only.
+        // SAFETY: `release_all` makes system calls only.
         let guard = unsafe { Guard::start(&keep, || release_all(held, stopped)) };
         let guard =
             guard.context("failed to start what lets the command go on if we are killed")?;

@@ -11,7 +11,7 @@ use memtools::process::container;
 use memtools::stacks::unwind::{self, EarlyTables, UnwindParts, Unwinder};
 
 use super::allocators;
-use super::block_room::BlockMapSizes;
+use super::block_map_sizes::BlockMapSizes;
 use super::bpf::{self, Loaded, Prepared};
 use super::probes::{AttachMode, Attached, Started};
 use super::signature::Signature;

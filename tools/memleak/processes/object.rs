@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use memtools::code::elf;
 use memtools::code::instruction::{self, Code};
-use memtools::code::probe_place::{self, Preference, ProbePoint};
+use memtools::code::probe_point::{self, Preference, ProbePoint};
 use memtools::code::pymalloc::SlotProbe;
 use memtools::code::wrappers::{CallArguments, Callee, Calls, Forwarded, Forwarding};
 use memtools::print::text;
@@ -372,12 +372,12 @@ fn place(
             .iter()
             .map(|(symbol, signature)| (*symbol, signature.arguments()))
             .collect();
-        let mut places = probe_place::places(file.file(), &asked, wish)?;
+        let mut places = probe_point::places(file.file(), &asked, wish)?;
         let moved = |(place, (_, signature)): (&Option<ProbePoint>, &(_, Signature))| {
             place.is_some_and(|place| signature.at(place).is_none())
         };
         if places.iter().zip(symbols).any(moved) {
-            let entries = probe_place::places(file.file(), &asked, Preference::Entry)?;
+            let entries = probe_point::places(file.file(), &asked, Preference::Entry)?;
             for ((place, at_entry), symbol) in places.iter_mut().zip(entries).zip(symbols) {
                 if moved((place, symbol)) {
                     *place = at_entry;

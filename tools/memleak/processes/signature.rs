@@ -1,6 +1,6 @@
 //! Signature of a probed function: how a call is read from the registers.
 
-use memtools::code::probe_place::ProbePoint;
+use memtools::code::probe_point::ProbePoint;
 use memtools::code::pymalloc::{SlotOp, SlotProbe};
 
 use super::bpf::types::{function_kind as FunctionKind, signature_shift as Shift};

@@ -9,9 +9,9 @@ use memtools::heap::reach::{Class, Reach};
 use memtools::process::smaps::MappedMemory;
 use serde::Serialize;
 
-use super::seen::{AllocSite, TracedBlocks};
 use super::stacks::SymbolizedStacks;
 use super::suppressions::LeakKind;
+use super::traced_blocks::{AllocSite, TracedBlocks};
 use crate::sums::StackKey;
 
 /// Maximum number of blocks that a tree is made of.

@@ -6,8 +6,8 @@ use anyhow::Result;
 use memtools::stacks::named::{Frame, NamedStack};
 
 use super::report::Origin;
-use super::seen::{AllocSite, TracedBlocks};
 use super::suppressions::{LeakKind, Suppressions};
+use super::traced_blocks::{AllocSite, TracedBlocks};
 use crate::args::Args;
 use crate::sums::StackKey;
 

@@ -4,9 +4,9 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 
 use crate::findings::{Next, memleak_of};
-use crate::look::{self, OneShotData, Snapshot};
 use crate::processes::ProcessUsage;
 use crate::screen::size;
+use crate::snapshot::{self, OneShotData, Snapshot};
 use crate::who::Culprit;
 
 /// Evidence for the rules: two looks, and the surroundings.
@@ -35,7 +35,10 @@ impl Evidence<'_> {
 
     /// Returns the pages per second that were read back from swap.
     pub(super) fn swap_ins(&self) -> f64 {
-        look::SWAP_INS.into_iter().map(|name| self.rate(name)).sum()
+        snapshot::SWAP_INS
+            .into_iter()
+            .map(|name| self.rate(name))
+            .sum()
     }
 
     /// Returns the pages per second that were written to swap.

@@ -6,8 +6,8 @@ use memtools::host::kernel_log::OomKill;
 
 use super::{Evidence, Judgement, Level, Next, age, level_from_thresholds, memleak_of};
 use crate::accounting::FREE_IN_LISTS;
-use crate::look::Snapshot;
 use crate::screen::size;
+use crate::snapshot::Snapshot;
 use crate::who::Culprit;
 
 /// Judges OOM kills. Act: a kill in the last hour. Look: kills since the start, if the log with their times cannot be

@@ -15,9 +15,9 @@ use memtools::host::values::Values;
 use super::*;
 use crate::accounting::{Accounting, FREE_IN_LISTS};
 use crate::huge_pages::HugePages;
-use crate::look::{OneShotData, Orphans, SharedSegment, Snapshot, Tmpfs};
 use crate::processes::ProcessUsage;
 use crate::rankings::Holders;
+use crate::snapshot::{OneShotData, Orphans, SharedSegment, Snapshot, Tmpfs};
 use crate::unlinked::UnlinkedFile;
 
 const GIB: u64 = 1 << 30;

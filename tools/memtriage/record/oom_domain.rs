@@ -14,7 +14,7 @@ use memtools::print::clock;
 use memtools::print::output::Row;
 use serde::Serialize;
 
-use crate::look::SWAP_INS;
+use crate::snapshot::SWAP_INS;
 
 /// Number of looks that are kept: a minute's, while something is traced.
 const LOOKS: usize = 60;

@@ -10,7 +10,7 @@ use iced_x86::{
 
 use super::SlotOp;
 use crate::code::arch::entry::{MAX_OFFSET, is_emulated_jump};
-use crate::code::arch::held::writes;
+use crate::code::arch::register_contents::writes;
 
 /// Offset of `freeblock` in a pool's header.
 const FREE_BLOCK: u64 = 8;

@@ -19,7 +19,7 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result};
 
 use crate::code::arch::entry::{self, CHANGES_NOPS};
-use crate::code::arch::{held, jumps};
+use crate::code::arch::{jumps, register_contents};
 use crate::code::elf::{self, CodeSegment, Function};
 
 /// Bytes at a function's entry that are searched for the end of its nops.
@@ -39,14 +39,14 @@ pub enum Preference {
 pub struct ProbePoint {
     /// The instruction's offset from the entry, in bytes.
     pub offset: u64,
-    pub(super) held_by: [u8; held::ARGUMENTS],
+    pub(super) held_by: [u8; register_contents::ARGUMENTS],
 }
 
 impl ProbePoint {
     /// The entry, where each argument is in its own register.
     pub const ENTRY: Self = Self {
         offset: 0,
-        held_by: held::IN_THEIR_OWN,
+        held_by: register_contents::IN_THEIR_OWN,
     };
 
     /// Returns the number of the argument whose register holds `argument` at this place. Numbers begin with 1.
