@@ -20,7 +20,7 @@
 //! memtools::skeleton!("faults", FaultsSkelBuilder, stacks: unwound, plain: []);
 //!
 //! fn load(filter: &Filter, unwind: UnwindArgs) -> anyhow::Result<bpf::Loaded> {
-//!     let mut open = bpf::prepare(filter, StackRoom::of(4096), unwind)?;
+//!     let mut open = bpf::prepare(filter, StackCapacity::of(4096), unwind)?;
 //!     open.options()?.user_mode_only = 1;
 //!     open.load()
 //! }
