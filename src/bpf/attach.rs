@@ -67,9 +67,14 @@ pub fn capture_log(verbose: bool) {
 
 /// Prints a message on stderr, if [`capture_log`] was called with `verbose`.
 pub fn log_verbose(what: fmt::Arguments<'_>) {
-    if VERBOSE.load(Ordering::Relaxed) {
+    if is_verbose() {
         eprintln!("{what}");
     }
+}
+
+/// Whether [`capture_log`] was called with `verbose`.
+pub(crate) fn is_verbose() -> bool {
+    VERBOSE.load(Ordering::Relaxed)
 }
 
 fn take_log() -> String {

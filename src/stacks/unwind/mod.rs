@@ -34,7 +34,8 @@ use self::publish::Publisher;
 use self::store::Store;
 pub use self::summary::Summary;
 use self::tables::Tables;
-use self::worker::{Queue, Worker};
+use self::worker::{Queue, Worker, mappings_of};
+use crate::bpf::attach;
 use crate::bpf::map_create::reopen;
 use crate::bpf::program_stats;
 use crate::bpf::raw_tracepoint::RawTracepoint;
@@ -44,7 +45,6 @@ use crate::interpreters::python::codes::Codes;
 use crate::interpreters::python::pythons::Pythons;
 use crate::print::output::Output;
 use crate::process::command::{self, CommandLine};
-use crate::process::proc::Process;
 use crate::stacks::interpreter_names::InterpreterNames;
 use crate::stacks::python_names::PythonNames;
 
@@ -395,9 +395,11 @@ impl Unwinder {
 
 /// Reports, with --verbose, that a process's tables are complete, and how long that took.
 fn log_tables_complete(tables: &Tables, pid: u32, took: Duration) {
-    let mappings = Process::open(pid).and_then(|process| process.mappings());
-    let (words, files) = tables.size_of(&mappings.unwrap_or_default());
-    crate::bpf::attach::log_verbose(format_args!(
+    if !attach::is_verbose() {
+        return;
+    }
+    let (words, files) = tables.size_of(&mappings_of(pid));
+    attach::log_verbose(format_args!(
         "unwind tables for process {pid}: {files} files, {} KiB in {:.1} ms",
         words / 128,
         took.as_secs_f64() * 1e3

@@ -42,17 +42,6 @@ const UNUSED: Duration = Duration::from_secs(30);
 /// Minimum time between two searches for unused tables.
 const COLLECT_AGAIN: Duration = Duration::from_secs(5);
 
-/// Outcome of building the unwind table of a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum BuildOutcome {
-    /// The file has been read.
-    Built,
-    /// The file was known.
-    Cached,
-    /// The file does not exist or cannot be opened, or its process has exited.
-    Unavailable,
-}
-
 pub(super) struct Tables {
     store: Store,
     /// Whether HotSpot's generated code has frame pointers in all processes that are traced.
@@ -165,34 +154,24 @@ impl Tables {
     }
 
     /// Stores the rules of a file that a process has mapped. `asked` means that a BPF program has requested the file,
-    /// and so does not know it.
-    pub(super) fn add_mapped_file(
-        &mut self,
-        waiting: PendingFile,
-        asked: bool,
-    ) -> Result<BuildOutcome> {
+    /// and so does not know it. Returns false if the file is no regular file, or cannot be looked at.
+    pub(super) fn add_mapped_file(&mut self, waiting: PendingFile, asked: bool) -> Result<bool> {
         let PendingFile { mapping, file } = waiting;
         if mapping.path.to_string_lossy().starts_with("/memfd:") {
             self.by_file_id.insert(mapping.file_id(), Arc::default());
             self.publish(file.file(), &Arc::default())?;
-            return Ok(BuildOutcome::Cached);
+            return Ok(true);
         }
         let id = Some(mapping.file_id());
         self.file(&mapping.module(), file.file(), id, asked)
     }
 
-    fn file(
-        &mut self,
-        name: &str,
-        file: &File,
-        id: Option<FileId>,
-        publish: bool,
-    ) -> Result<BuildOutcome> {
+    fn file(&mut self, name: &str, file: &File, id: Option<FileId>, publish: bool) -> Result<bool> {
         let Ok(meta) = file.metadata() else {
-            return Ok(BuildOutcome::Unavailable);
+            return Ok(false);
         };
         if !meta.is_file() {
-            return Ok(BuildOutcome::Unavailable);
+            return Ok(false);
         }
         let key = key_of(&meta);
         if let Some(code) = self.files.get(&key) {
@@ -201,7 +180,7 @@ impl Tables {
             if publish {
                 self.publish(file, &code)?;
             }
-            return Ok(BuildOutcome::Cached);
+            return Ok(true);
         }
         let mut flags = 0;
         let may_hold = elf::may_hold(file);
@@ -218,7 +197,7 @@ impl Tables {
         self.files.insert(key, Arc::clone(&code));
         self.by_file_id.extend(id.map(|id| (id, Arc::clone(&code))));
         self.publish(file, &code)?;
-        Ok(BuildOutcome::Built)
+        Ok(true)
     }
 
     /// Puts the rules of a file into the store. The file's number gets these flags.

@@ -13,7 +13,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::held::Held;
-use super::tables::{BuildOutcome, Tables, is_code};
+use super::tables::{Tables, is_code};
 use super::{InitialTables, UnwindParts, WhileStopped, join, log_tables_complete};
 use crate::bpf::map_create::reopen;
 use crate::bpf::ring::Events;
@@ -29,7 +29,8 @@ const MAX_BACKOFF: u32 = 14;
 /// milliseconds. A process that has called exec is asked about from its first instructions on, and what it runs before
 /// its interpreter is found lacks frames.
 const MAX_INTERPRETER_BACKOFF: u32 = 8;
-/// Minimum of these times, likewise: 16 ms, close to UNWIND_RETRY_NS.
+/// Minimum time before a file or an interpreter is requested again, as a power of two in milliseconds: 16 ms, close to
+/// UNWIND_RETRY_NS.
 const MIN_BACKOFF: u32 = 4;
 const MILLISECOND: u64 = 1_000_000;
 /// Maximum number of files that are remembered as looked at in vain.
@@ -50,6 +51,14 @@ const RECOVER: u16 = 10_000;
 pub(super) struct PendingFile {
     pub(super) mapping: Mapping,
     pub(super) file: MappedFile,
+}
+
+impl PendingFile {
+    /// Opens the file that a process has mapped.
+    fn open(pid: u32, mapping: Mapping) -> Result<Self> {
+        let file = MappedFile::open(pid, &mapping)?;
+        Ok(Self { mapping, file })
+    }
 }
 
 /// Files that are to have tables, in the order in which they are to be read.
@@ -74,8 +83,8 @@ impl Queue {
                 waits = true;
             } else if self.0.len() >= MAX_QUEUE {
                 return true;
-            } else if let Ok(file) = MappedFile::open(pid, &mapping) {
-                self.0.push_back(PendingFile { mapping, file });
+            } else if let Ok(waiting) = PendingFile::open(pid, mapping) {
+                self.0.push_back(waiting);
                 waits = true;
             }
         }
@@ -97,7 +106,7 @@ impl Queue {
 }
 
 /// Returns the mappings of a process. A process that has exited has none.
-fn mappings_of(pid: u32) -> Vec<Mapping> {
+pub(super) fn mappings_of(pid: u32) -> Vec<Mapping> {
     let mappings = Process::open(pid).and_then(|process| process.mappings());
     mappings.unwrap_or_default()
 }
@@ -254,10 +263,9 @@ impl RequestHandler {
         // A process that is stopped keeps its files, so that none has to wait in the queue, whose room is limited.
         for mapping in mappings_of(pid) {
             if is_wanted(&self.tables, &mapping)
-                && let Ok(file) = MappedFile::open(pid, &mapping)
+                && let Ok(waiting) = PendingFile::open(pid, mapping)
             {
-                self.tables
-                    .add_mapped_file(PendingFile { mapping, file }, false)?;
+                self.tables.add_mapped_file(waiting, false)?;
             }
         }
         // An interpreter is found before the process's first instruction that allocates.
@@ -281,19 +289,16 @@ impl RequestHandler {
             |mapping: &Mapping| is_code(mapping) && mapping.range.contains(&request.start);
         let at = mappings.iter().position(is_asked);
         let asked = at.map(|at| mappings.swap_remove(at));
-        let asked = asked.and_then(|mapping| {
-            let file = MappedFile::open(pid, &mapping).ok()?;
-            Some(PendingFile { mapping, file })
-        });
+        let asked = asked.and_then(|mapping| PendingFile::open(pid, mapping).ok());
         let waits = self.queue.add_mappings(&self.tables, pid, mappings);
-        let looked = match asked {
+        let is_known = match asked {
             Some(waiting) => self.tables.add_mapped_file(waiting, true)?,
-            None => BuildOutcome::Unavailable,
+            None => false,
         };
-        if looked != BuildOutcome::Unavailable || waits {
+        if is_known || waits {
             self.starting.entry(pid).or_insert_with(Instant::now);
         }
-        if looked == BuildOutcome::Unavailable {
+        if !is_known {
             return self.back_off(request.file, MAX_BACKOFF);
         }
         self.failures.remove(&request.file);

@@ -20,7 +20,7 @@ pub(in crate::stacks::unwind) fn tables() -> Option<(Tables, MapHandle)> {
     let sizes = (8, size_of::<types::unwind_file>());
     let known = map_create::create_for_test(MapType::Hash, sizes, 64, 0)?;
     let mut tables = Tables::new(Store::new(shards, 1), true);
-    let entries = MapHandle::try_from(&known).expect("a second handle");
+    let entries = map_create::reopen(&known).expect("a second handle");
     tables.entries = Some(entries);
     Some((tables, known))
 }
