@@ -107,14 +107,14 @@ impl Pythons {
         if self.probes.contains_key(&identity) {
             return Ok(None);
         }
-        let Some(place) = python.deaths()? else {
-            return Ok(Some("no function is where they end".to_owned()));
-        };
         if self.probes.len() >= FILES {
             return Ok(Some(format!(
                 "{FILES} other files with a Python are probed, the most in one run"
             )));
         }
+        let Some(place) = python.deaths()? else {
+            return Ok(Some("no function is where they end".to_owned()));
+        };
         match self.programs.attach(&python.file, place)? {
             Ok(deaths) => self.probes.insert(identity, deaths),
             Err(Refused) => return Ok(Some(REFUSED.to_owned())),
