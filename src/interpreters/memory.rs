@@ -13,6 +13,8 @@ use crate::process::proc::{Mapping, Stat};
 pub(crate) struct Memory(File);
 
 impl Memory {
+    /// Opens the memory of a process.
+    ///
     /// # Errors
     /// If the process has exited, or may not be read.
     pub(crate) fn open(pid: u32) -> Result<Self> {
@@ -28,6 +30,16 @@ impl Memory {
     /// If a part of the range is not mapped.
     pub(crate) fn read_exact(&self, bytes: &mut [u8], address: u64) -> io::Result<()> {
         self.0.read_exact_at(bytes, address)
+    }
+
+    /// Reads `length` bytes at an address.
+    ///
+    /// # Errors
+    /// If a part of the range is not mapped.
+    pub(crate) fn read(&self, address: u64, length: usize) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; length];
+        self.read_exact(&mut bytes, address)?;
+        Ok(bytes)
     }
 
     /// Reads the word at an address.

@@ -54,8 +54,8 @@ impl<'a> Scopes<'a> {
         let (range, data, methods) = parts(memory, structs, blob)?;
         let bytes = range.end.checked_sub(range.start);
         let bytes = bytes.filter(|&bytes| bytes <= MAX_PC_DESC_BYTES);
-        let mut places = vec![0; bytes.context("debug information without an end")? as usize];
-        memory.read_exact(&mut places, range.start)?;
+        let bytes = bytes.context("debug information without an end")?;
+        let places = memory.read(range.start, bytes as usize)?;
         let size = usize::try_from(structs.size("PcDesc")?)?;
         let field = |name| structs.offset("PcDesc", name).map(usize::from);
         let (offset, scope) = (field("_pc_offset")?, field("_scope_decode_offset")?);

@@ -55,9 +55,8 @@ impl Machine {
     fn symbol(&self, symbol: u64) -> Result<String> {
         ensure!(symbol != 0, "no symbol");
         let length = self.short(symbol, "Symbol", "_length")?;
-        let mut bytes = vec![0; length.into()];
         let body = symbol.wrapping_add(self.structs.at("Symbol", "_body")?);
-        self.memory.read_exact(&mut bytes, body)?;
+        let bytes = self.memory.read(body, length.into())?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 }
@@ -139,9 +138,8 @@ impl Method<'_> {
         let begins = begins.wrapping_add(self.short("_code_size")?.into());
         let bytes = end.checked_sub(begins);
         let bytes = bytes.filter(|&bytes| bytes <= MAX_TABLE_BYTES);
-        let mut table = vec![0; bytes.context("a table without an end")? as usize];
-        memory.read_exact(&mut table, begins)?;
-        Ok(table)
+        let bytes = bytes.context("a table without an end")?;
+        Ok(memory.read(begins, bytes as usize)?)
     }
 
     /// Returns the address of the function's bytecode.

@@ -180,10 +180,7 @@ impl Record {
 
 /// Reads bytes of a process's memory. None if they cannot be read.
 fn read_memory(pid: u32, address: u64, length: usize) -> Option<Vec<u8>> {
-    let memory = Memory::open(pid).ok()?;
-    let mut bytes = vec![0; length];
-    memory.read_exact(&mut bytes, address).ok()?;
-    Some(bytes)
+    Memory::open(pid).ok()?.read(address, length).ok()
 }
 
 /// Shared handle to the table of code objects. The thread that fills the table ends when the last clone is dropped.

@@ -325,9 +325,8 @@ impl Thread {
             (at, end_of_page),
         ];
         let mut read = ranges.into_iter().filter_map(|(from, to)| {
-            let mut bytes = vec![0; to.wrapping_sub(from) as usize];
-            let read = memory.read_exact(&mut bytes, from);
-            read.is_ok().then_some((from, bytes))
+            let bytes = memory.read(from, to.wrapping_sub(from) as usize);
+            Some((from, bytes.ok()?))
         });
         let (from, bytes) = read.next()?;
         Some(Self {
