@@ -88,26 +88,24 @@ impl<'a> Builder<'a> {
         let Some(fp) = self.frame_pointer(function, fp.as_ref()) else {
             return strange;
         };
-        let (kind, offset) = match *cfa {
+        let (kind, offset, fp) = match *cfa {
             CfaRule::RegisterAndOffset {
                 register: STACK_POINTER,
                 offset,
-            } => (Kind::UNWIND_BY_SP, cfa_words(offset)),
+            } => (Kind::UNWIND_BY_SP, cfa_words(offset), fp),
             CfaRule::RegisterAndOffset {
                 register: FRAME_POINTER,
                 offset,
-            } => (Kind::UNWIND_BY_FP, cfa_words(offset)),
+            } => (Kind::UNWIND_BY_FP, cfa_words(offset), fp),
             CfaRule::RegisterAndOffset { register, offset }
                 if STAND_INS.contains(&register) && fp == KEPT =>
             {
-                let number = (FramePointer::UNWIND_FP_KEPT, register.0 as i8);
-                return cfa_words(offset).map_or(strange, |offset| {
-                    word(Kind::UNWIND_BY_REGISTER, offset, Some(number))
-                });
+                let number = (KEPT.0, register.0 as i8);
+                (Kind::UNWIND_BY_REGISTER, cfa_words(offset), number)
             }
             CfaRule::Expression(ref expression) => {
                 match self.cfa_expression(function, expression) {
-                    Some((kind, offset)) => (kind, Some(offset)),
+                    Some((kind, offset)) => (kind, Some(offset), fp),
                     None => return strange,
                 }
             }
@@ -122,19 +120,18 @@ impl<'a> Builder<'a> {
         function: &Fde<'a>,
         rule: Option<&RegisterRule<usize>>,
     ) -> Option<(FramePointer, i8)> {
-        let within = |offset| i8::try_from(words(offset)?).ok();
         Some(match rule {
             // The frame pointer is a register that functions preserve.
             None | Some(RegisterRule::SameValue) => KEPT,
             Some(&RegisterRule::Offset(offset)) => {
-                (FramePointer::UNWIND_FP_AT_CFA, within(offset)?)
+                (FramePointer::UNWIND_FP_AT_CFA, short_words(offset)?)
             }
             Some(RegisterRule::Expression(expression)) => {
                 let (base, offset, steps) = self.base_and_steps(function, expression)?;
                 if base != FRAME_POINTER || steps != Steps::None {
                     return None;
                 }
-                (FramePointer::UNWIND_FP_AT_FP, within(offset)?)
+                (FramePointer::UNWIND_FP_AT_FP, short_words(offset)?)
             }
             _ => (FramePointer::UNWIND_FP_FORGOTTEN, 0),
         })
@@ -168,13 +165,12 @@ impl<'a> Builder<'a> {
         let Steps::Through(beyond) = steps else {
             return None;
         };
-        let within = |offset| i8::try_from(words(offset)?).ok();
         let kind = match base {
             FRAME_POINTER => Kind::UNWIND_THROUGH_FP,
             STACK_POINTER => Kind::UNWIND_THROUGH_SP,
             _ => return None,
         };
-        let (through, behind) = (within(offset)?, within(beyond)?);
+        let (through, behind) = (short_words(offset)?, short_words(beyond)?);
         let [through, behind] = [through, behind].map(|words| u32::from(words.cast_unsigned()));
         let bits =
             through << Layout::UNWIND_THROUGH_SHIFT.0 | behind << Layout::UNWIND_BEHIND_SHIFT.0;
@@ -229,6 +225,11 @@ pub(super) enum Steps {
 /// Converts an offset to words, if it is a whole number of them.
 pub(super) fn words(bytes: i64) -> Option<i64> {
     (bytes % 8 == 0).then_some(bytes / 8)
+}
+
+/// Converts an offset to words. Returns None if eight bits cannot hold it.
+fn short_words(bytes: i64) -> Option<i8> {
+    i8::try_from(words(bytes)?).ok()
 }
 
 /// Converts the offset of a CFA to words. Returns None if a row cannot hold it: beyond 1 MiB.

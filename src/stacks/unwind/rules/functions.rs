@@ -105,16 +105,12 @@ pub(super) fn code_segments(file: &Elf<'_>, bytes: u64) -> Result<Vec<CodeSegmen
     let code = file.code()?;
     for segment in &code {
         ensure!(
-            segment.address + segment.size <= MAX_ADDRESS
-                && segment.file_offset + segment.size <= bytes,
+            segment.range().end <= MAX_ADDRESS && segment.file_offset + segment.size <= bytes,
             "its code is said to be where it cannot be"
         );
     }
     let start = code.iter().map(|segment| segment.address).min();
-    let end = code
-        .iter()
-        .map(|segment| segment.address + segment.size)
-        .max();
+    let end = code.iter().map(|segment| segment.range().end).max();
     // The index covers all addresses between the first and the last.
     ensure!(
         end.unwrap_or(0) - start.unwrap_or(0) <= bytes.saturating_mul(2).saturating_add(64 << 20),
