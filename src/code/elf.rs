@@ -186,6 +186,11 @@ impl CodeSegment {
         self.address..self.address + self.size
     }
 
+    /// Returns the offset in the file of the byte at an address of the segment.
+    pub fn file_offset_of(&self, address: u64) -> u64 {
+        self.file_offset + (address - self.address)
+    }
+
     /// Whether this address is in the segment.
     pub fn has(&self, address: u64) -> bool {
         self.range().contains(&address)

@@ -2,15 +2,15 @@
 
 use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use iced_x86::{Decoder, DecoderOptions, FlowControl, OpKind, Register};
 use memchr::memchr3_iter;
 
 use super::entry::MAX_OFFSET;
 use super::instruction::LONGEST;
 use crate::code::elf::CodeSegment;
+use crate::code::elf_file::read_at;
 
 /// Distance that a jump of two bytes reaches, before and behind it.
 const SHORT_REACH: u64 = 128 + 2;
@@ -65,11 +65,9 @@ pub(crate) fn windows_with_jump_target(
                 .start
                 .saturating_sub(SHORT_REACH)
                 .max(segment.address);
-            let to = (window.end + SHORT_REACH).min(segment.address + segment.size);
+            let to = (window.end + SHORT_REACH).min(segment.range().end);
             if from < to {
-                let mut bytes = vec![0; (to - from) as usize];
-                file.read_exact_at(&mut bytes, segment.file_offset + from - segment.address)
-                    .context("failed to read code")?;
+                let bytes = read_at(file, segment.file_offset_of(from), (to - from) as usize)?;
                 short_targets(from, &bytes, &mut mark);
             }
         }

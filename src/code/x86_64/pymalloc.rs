@@ -90,14 +90,14 @@ pub fn places(file: &File, functions: &[Range<u64>]) -> Result<Option<Pymalloc>>
         let own = functions
             .iter()
             .filter(|function| segment.has(function.start) && function.end <= end);
-        let to_offset = |address| segment.file_offset + (address - start);
+        let to_offset = |address| segment.file_offset_of(address);
         for function in own {
+            deadline.check()?;
             let bytes = (function.start - start) as usize..(function.end - start) as usize;
             if !search.add(&Body::decode(function.clone(), &code[bytes]), to_offset) {
                 return Ok(None);
             }
         }
-        deadline.check()?;
     }
     let Some(new_pool) = search.new_pool() else {
         return Ok(None);

@@ -228,7 +228,7 @@ impl Calls {
                     return Some(Callee::Import(name));
                 }
                 let segment = self.segments.iter().find(|segment| segment.has(target))?;
-                Some(Callee::Own(target - segment.address + segment.file_offset))
+                Some(Callee::Own(segment.file_offset_of(target)))
             }
             FlowControl::IndirectBranch | FlowControl::IndirectCall => {
                 Some(Callee::Import(self.import(instruction)?))
@@ -240,9 +240,8 @@ impl Calls {
     /// Decodes the instruction at this address.
     fn instruction(&self, address: u64) -> Option<Instruction> {
         let segment = self.segments.iter().find(|segment| segment.has(address))?;
-        let within = address - segment.address;
-        let start = segment.file_offset + within;
-        let length = (segment.size - within).min(LONGEST as u64);
+        let start = segment.file_offset_of(address);
+        let length = (segment.range().end - address).min(LONGEST as u64);
         let mut pages = self.pages.borrow_mut();
         let page = pages
             .entry(start / PAGE)
