@@ -178,6 +178,13 @@ pub struct MappedCode {
     pub file: Rc<CodeFile>,
 }
 
+impl MappedCode {
+    /// Returns the offset in the file of the byte at an address of the mapping.
+    pub fn offset_of(&self, address: u64) -> u64 {
+        address - self.range.start + self.file_offset
+    }
+}
+
 /// Code mappings of a process from one exec to the next.
 #[derive(Debug, Clone, Default)]
 pub struct Image {

@@ -356,8 +356,8 @@ impl Symbolizer {
         frames
     }
 
-    /// Hashes all that the names of a user stack depend on: the file and offset of each native frame, the word of each
-    /// Python frame, and the reason for the stack's end. The hash is the same in each process that runs these files.
+    /// Hashes all that the names of a user stack depend on: the file and offset of each native frame and whether it was
+    /// interrupted there, the word of each Python frame, and the reason for the stack's end. The hash is the same in each process that runs these files.
     /// Returns false if the names depend on more: for generated code, interpreted Java functions, and addresses in no
     /// mapping.
     pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
@@ -382,7 +382,7 @@ impl Symbolizer {
         let Some(code) = image.find(instruction) else {
             return Some(unknown);
         };
-        let offset = instruction - code.range.start + code.file_offset;
+        let offset = code.offset_of(instruction);
         let (symbol, mangled, source) = if code.file.is_generated() {
             let symbol = self.find_generated(pid, instruction);
             let names = self.interpreters.as_ref();
@@ -450,7 +450,7 @@ fn hash_places_in(image: &Image, stack: &Stack, hasher: &mut impl Hasher) -> boo
         match image.find(address) {
             Some(code) if code.file.is_generated() => return false,
             Some(code) => {
-                let offset = address - code.range.start + code.file_offset;
+                let offset = code.offset_of(address);
                 // A return address and an interrupted instruction before it have different offsets in a symbol.
                 (code.file.number, offset, discriminant(&place)).hash(hasher);
             }
