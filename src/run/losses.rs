@@ -49,8 +49,7 @@ impl Losses {
         let records =
             |program: &Program<'_>| program.autoload() && !attach::unwinds(program.name());
         let lost = Self::counted(object)?.with_skipped_runs(object.progs().filter(records))?;
-        let runs = lost.runs + filter.skipped_runs()?;
-        Ok(Self { runs, ..lost })
+        Ok(lost.add_skipped_runs(filter.skipped_runs()?))
     }
 
     /// Reads the map `losses`.
@@ -85,10 +84,7 @@ impl Losses {
     /// # Errors
     /// If the kernel's counters of the programs cannot be read.
     pub fn with_skipped_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Result<Self> {
-        Ok(Self {
-            runs: program_stats::skipped(programs)?,
-            ..self
-        })
+        Ok(self.add_skipped_runs(program_stats::skipped(programs)?))
     }
 
     /// Returns these losses, with `runs` more skipped runs.
@@ -111,7 +107,7 @@ impl Losses {
     /// as last objects in JSON.
     ///
     /// # Errors
-    /// If the map `losses` cannot be read, or the output cannot be written to.
+    /// If the losses cannot be read (see [`Losses::of`]), or the output cannot be written to.
     pub fn report(tool: &str, object: &Object, filter: &Filter, output: &mut Output) -> Result<()> {
         Self::of(object, filter)?.report_self(tool, object, output)
     }
@@ -119,7 +115,7 @@ impl Losses {
     /// [`Losses::report`] for a tool whose events may have stacks, followed by the report of the unwinder.
     ///
     /// # Errors
-    /// If the map `losses` cannot be read, or the output cannot be written to.
+    /// If the losses cannot be read (see [`Losses::of`]), or the output cannot be written to.
     pub fn report_with_unwinder(
         tool: &str,
         object: &Object,
@@ -176,7 +172,7 @@ impl Losses {
 /// just before.
 ///
 /// # Errors
-/// If the map `losses` cannot be read.
+/// If the losses cannot be read (see [`Losses::of`]).
 pub fn write_metrics(object: &Object, filter: &Filter, metrics: &mut Metrics) -> Result<()> {
     if metrics.is_enabled() {
         Losses::of(object, filter)?.measure(metrics);
@@ -188,7 +184,7 @@ pub fn write_metrics(object: &Object, filter: &Filter, metrics: &mut Metrics) ->
 /// Writes the file of metrics for the last time.
 ///
 /// # Errors
-/// If the map `losses` cannot be read, or the file could not be written.
+/// If the losses cannot be read (see [`Losses::of`]), or the file could not be written.
 pub fn finish_metrics(object: &Object, filter: &Filter, mut metrics: Metrics) -> Result<()> {
     if metrics.is_enabled() {
         Losses::of(object, filter)?.measure(&mut metrics);
