@@ -28,8 +28,7 @@ pub fn processes_below(folder: &Path) -> Result<Vec<u32>> {
 
 /// Whether a cgroup is `folder` or below it; both are paths from the root of the hierarchy.
 pub fn is_in(cgroup: &str, folder: &str) -> bool {
-    let rest = cgroup.strip_prefix(folder.trim_end_matches('/'));
-    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    Path::new(cgroup).starts_with(folder)
 }
 
 /// Maximum number of cgroups in a search by name: a host in normal operation has fewer.
