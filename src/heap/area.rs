@@ -59,8 +59,7 @@ impl Area {
                 continues && data.end == range.start
             });
             if let Some((_, data)) = last {
-                let most = (range.start - data.start).max(most);
-                data.end = range.end.min(data.start.saturating_add(most));
+                data.end = range.end.min(data.start.saturating_add(most)).max(data.end);
             } else if area.has_file() && area.name().starts_with(b"/") {
                 found.push((area.name(), range));
             }

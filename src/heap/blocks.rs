@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::heap::page_index::{PAGE, PageIndex};
+use crate::heap::page_runs::{self, PageRuns};
 
 /// Block of memory that the program has allocated and not freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,14 +72,11 @@ pub enum Coverage {
 /// Returns the ranges in order. Ranges that touch or overlap are merged into one.
 pub(super) fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
-    ranges.dedup_by(|next, range| {
-        let touches = next.start <= range.end;
-        if touches {
-            range.end = range.end.max(next.end);
-        }
-        touches
-    });
-    ranges
+    let mut merged = PageRuns::new();
+    for range in ranges {
+        page_runs::add(&mut merged, range);
+    }
+    merged
 }
 
 /// Subtracts `holes` from `ranges`. Both are in order, and each hole is within one of the ranges.

@@ -118,8 +118,7 @@ impl Image {
 
     /// Returns the number of bytes that were copied.
     pub fn copied_bytes(&self) -> u64 {
-        let runs = self.memory.runs.iter();
-        runs.map(|run| run.end - run.start).sum()
+        page_runs::bytes(&self.memory.runs)
     }
 
     /// Returns how many bytes of a range were copied. Only pages that are wholly within the range count.

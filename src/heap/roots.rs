@@ -111,9 +111,7 @@ pub fn excluded_ranges(image: &Image, heap: &Heap) -> Vec<Range<u64>> {
     );
     ranges.extend(ended_stacks(image));
     ranges.retain(|range| !range.is_empty());
-    let mut merged = blocks::merged(ranges);
-    merged.shrink_to_fit();
-    merged
+    blocks::merged(ranges)
 }
 
 /// Returns all addresses outside of `not_roots`, in order.

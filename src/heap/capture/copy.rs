@@ -43,7 +43,10 @@ fn place(buffer: &mut [u8], advised: io::Result<()>) -> io::Result<()> {
     match advised {
         // Kernels before 5.14 have no MADV_POPULATE_WRITE.
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-            buffer.iter_mut().step_by(4096).for_each(|byte| *byte = 1);
+            buffer
+                .iter_mut()
+                .step_by(PAGE as usize)
+                .for_each(|byte| *byte = 1);
             Ok(())
         }
         advised => advised,

@@ -132,7 +132,7 @@ impl Pages {
     /// Returns the frame of memory that a page is in.
     ///
     /// # Errors
-    /// As of [`pfns`](Self::pfns).
+    /// If the process has exited.
     pub(super) fn pfn(&self, page: u64) -> io::Result<u64> {
         let mut entry = [0; 8];
         self.pagemap.read_exact_at(&mut entry, page / PAGE * 8)?;

@@ -28,6 +28,7 @@ pub use locate::broken_ring;
 use crate::heap::blocks::{self, Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
 use crate::heap::page_index::{PAGE, PageIndex};
+use crate::heap::page_runs;
 use crate::heap::untrusted::{Fuel, word};
 
 /// Chunk: a header of 16 bytes, the first 8 of which may hold the last bytes of the block before it, and the memory
@@ -265,11 +266,7 @@ impl Walk {
             return;
         };
         let found = self.mmapped.len() as u64;
-        let bytes: u64 = self
-            .mmapped
-            .iter()
-            .map(|range| range.end - range.start)
-            .sum();
+        let bytes = page_runs::bytes(&self.mmapped);
         // 2.43 adds 16 bytes at each mremap, and never takes them off again.
         let surplus = expected.mmapped.wrapping_sub(bytes);
         let drifts = self.libraries.iter().any(Library::is_2_43) && surplus < 1 << 20;

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::heap::image::Image;
 use crate::heap::page_index::PAGE;
+use crate::heap::page_runs;
 
 use super::{Arena, Chunk, Fuel, Library, State, Walk, word};
 
@@ -44,11 +45,7 @@ pub(super) fn private_memory(image: &Image) -> Vec<Range<u64>> {
     let mut joined: Vec<Range<u64>> = Vec::new();
     let areas = image.areas.iter();
     for area in areas.filter(|area| area.readable && area.writable && area.is_private_anonymous()) {
-        let range = area.mapping.range.clone();
-        match joined.last_mut().filter(|last| last.end == range.start) {
-            Some(last) => last.end = range.end,
-            None => joined.push(range),
-        }
+        page_runs::add(&mut joined, area.mapping.range.clone());
     }
     joined
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use crate::heap::image::Image;
 use crate::heap::page_index::PAGE;
 
-use super::{Fuel, Inconsistency, MAX_TRIES, SIZES};
+use super::{Fuel, Inconsistency, MAX_BROKEN, MAX_TRIES, SIZES};
 
 /// Size of a leaf, and of the part of the table that is for user programs, in bytes.
 pub(super) const LEAF: u64 = 8 << 18;
@@ -126,7 +126,7 @@ fn is_element(word: u64) -> bool {
 impl Map {
     /// Finds the maps whose tables may be in these data. The one on whose table's address most leaves agree is first.
     pub(super) fn all(image: &Image, data: &Range<u64>, fuel: &mut Fuel) -> Vec<Self> {
-        let mut votes: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
+        let mut votes: BTreeMap<u64, usize> = BTreeMap::new();
         let mut looked_at = HashSet::new();
         for (at, leaf) in image.words(data.clone()) {
             if !may_be_leaf(image, leaf) || !looked_at.insert(leaf) {
@@ -137,11 +137,11 @@ impl Map {
             };
             let table = at.checked_sub(8 * gigabyte);
             if let Some(table) = table.filter(|table| data.contains(table)) {
-                votes.entry(table).or_default().push(leaf);
+                *votes.entry(table).or_default() += 1;
             }
         }
-        let mut tables: Vec<_> = votes.into_iter().rev().collect();
-        tables.sort_by_key(|(_, leaves)| Reverse(leaves.len()));
+        let mut tables: Vec<_> = votes.into_iter().collect();
+        tables.sort_by_key(|&(table, leaves)| Reverse((leaves, table)));
         let tables = tables.into_iter().take(MAX_TRIES);
         tables.map(|(table, _)| Self::at(image, table)).collect()
     }
@@ -191,7 +191,7 @@ impl Map {
                     None => broken.push(("the page map refers to no extent".into(), Some(at))),
                 }
                 // One inconsistency is enough to refuse the heap, and every element could have one.
-                if broken.len() > 16 {
+                if broken.len() > MAX_BROKEN {
                     return extents;
                 }
             }

@@ -124,9 +124,7 @@ impl Walk {
     pub fn usage(&self, image: &Image) -> HeapUsage {
         let mut usage = HeapUsage::default();
         for (number, part) in self.parts.iter().enumerate() {
-            let mut in_order: Vec<_> = part.extents.values().collect();
-            in_order.sort_unstable_by_key(|extent| extent.first);
-            usage.add(image, number, &in_order, &part.regions.0, &part.arenas);
+            usage.add(image, number, part);
         }
         usage
     }

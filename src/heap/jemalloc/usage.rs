@@ -1,12 +1,12 @@
-//! Use of the memory of a jemalloc heap: in use, in threads' caches, free in slabs, or kept for later.
+//! Use of the memory of jemalloc heaps: in use, in threads' caches, free in slabs, or kept for later.
 
 use std::collections::BTreeMap;
 
 use crate::heap::blocks::Sum;
 use crate::heap::image::Image;
 
-use super::map::{Extent, State};
-use super::{Owner, Region};
+use super::map::State;
+use super::{Owner, Part};
 
 /// Use of the memory of an arena, or of all arenas.
 #[derive(Debug, Clone, Copy, Default)]
@@ -94,24 +94,18 @@ pub struct HeapUsage {
 }
 
 impl HeapUsage {
-    /// Adds the extents of the heap with this index and the blocks in them, both in order of address. `addresses`
-    /// holds those of the heap's arenas, by number.
-    pub(super) fn add(
-        &mut self,
-        image: &Image,
-        heap: usize,
-        extents: &[&Extent],
-        regions: &[Region],
-        addresses: &BTreeMap<u32, u64>,
-    ) {
-        let mut regions = regions.iter().peekable();
-        for extent in extents {
+    /// Adds the extents of the heap with this index, and the blocks in them.
+    pub(super) fn add(&mut self, image: &Image, heap: usize, part: &Part) {
+        let mut in_order: Vec<_> = part.extents.values().collect();
+        in_order.sort_unstable_by_key(|extent| extent.first);
+        let mut regions = part.regions.0.iter().peekable();
+        for extent in in_order {
             let range = extent.range();
             let bytes = range.end - range.start;
             let resident = image.resident_bytes(range.clone());
             let arena = self.arenas.entry((heap, extent.arena));
             let arena = arena.or_insert_with(|| Usage {
-                address: addresses.get(&extent.arena).copied().unwrap_or(0),
+                address: part.arenas.get(&extent.arena).copied().unwrap_or(0),
                 ..Usage::default()
             });
             for all in [&mut *arena, &mut self.all] {
