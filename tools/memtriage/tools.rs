@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
+use std::ops::{Deref, DerefMut};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
@@ -169,13 +170,36 @@ pub(crate) fn stop(child: &mut Child) {
     }
 }
 
-/// Running tool, which is ended when this is dropped.
+/// Started tool, which is stopped when the value is dropped.
+pub(crate) struct Tool(pub(crate) Child);
+
+impl Deref for Tool {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for Tool {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for Tool {
+    fn drop(&mut self) {
+        stop(&mut self.0);
+    }
+}
+
+/// Running tool that writes a profile.
 pub(crate) struct Run {
     tool: &'static str,
-    pub(crate) child: Child,
+    pub(crate) child: Tool,
     profile: PathBuf,
-    lost: Option<JoinHandle<Option<Value>>>,
-    messages: Option<JoinHandle<String>>,
+    lost: JoinHandle<Option<Value>>,
+    messages: JoinHandle<String>,
 }
 
 impl Run {
@@ -192,10 +216,10 @@ impl Run {
         let lost = || stdout.and_then(|stdout| losses(BufReader::new(stdout)));
         Self {
             tool,
-            child,
+            child: Tool(child),
             profile,
-            lost: Some(thread::spawn(lost)),
-            messages: Some(thread::spawn(|| all_of(stderr))),
+            lost: thread::spawn(lost),
+            messages: thread::spawn(|| all_of(stderr)),
         }
     }
 
@@ -216,28 +240,16 @@ impl Run {
     /// Waits for a tool, and returns its profile and its losses. If the tool failed, its last message is the error.
     pub(crate) fn end(mut self) -> Result<(SavedProfile, Option<Value>)> {
         let status = self.child.wait()?;
-        let messages = joined(self.messages.take());
+        let messages = self.messages.join().unwrap_or_default();
         if !status.success() {
             match last_message(&messages, self.tool) {
                 Some(reason) => bail!(reason),
                 None => bail!("it ended with {status}"),
             }
         }
-        let lost = joined(self.lost.take());
+        let lost = self.lost.join().unwrap_or_default();
         Ok((SavedProfile::read(&self.profile)?, lost))
     }
-}
-
-impl Drop for Run {
-    fn drop(&mut self) {
-        stop(&mut self.child);
-    }
-}
-
-/// Waits until a thread ends, and returns its result. Returns the default without a thread, and for one that panicked.
-fn joined<T: Default>(thread: Option<JoinHandle<T>>) -> T {
-    let read = thread.and_then(|thread| thread.join().ok());
-    read.unwrap_or_default()
 }
 
 /// Reads all messages of a tool. Messages that cannot be read are not shown, as they have no other source.
@@ -293,6 +305,7 @@ mod tests {
         assert_eq!(lost["events"], 7);
         assert_eq!(losses(&b"{\"type\":\"report\"}\n"[..]), None);
     }
+
     #[test]
     fn a_run_that_is_dropped_is_ended() {
         let child = Command::new("sleep").arg("1000").spawn();

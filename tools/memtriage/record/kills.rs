@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use anyhow::Result;
 use serde_json::Value;
 
-use crate::tools::{self, all_of, last_message};
+use crate::tools::{self, Tool, all_of, last_message};
 
 /// Process that was killed.
 #[derive(Debug, Clone, PartialEq)]
@@ -28,7 +28,7 @@ pub(crate) struct Batch {
 
 /// Running oomkill.
 pub(crate) struct Kills {
-    child: Child,
+    child: Tool,
     objects: Receiver<Value>,
     /// Thread that collects oomkill's messages. None once the end of oomkill was reported.
     messages: Option<JoinHandle<String>>,
@@ -48,7 +48,7 @@ impl Kills {
         let (sender, objects) = channel();
         thread::spawn(move || stdout.map(|out| send_objects(BufReader::new(out), &sender)));
         Self {
-            child,
+            child: Tool(child),
             objects,
             messages: Some(thread::spawn(|| all_of(stderr))),
         }
@@ -69,12 +69,6 @@ impl Kills {
             eprintln!("memtriage: kills leave no report any more, as oomkill has ended: {reason}");
         }
         Batch::of(self.objects.try_iter())
-    }
-}
-
-impl Drop for Kills {
-    fn drop(&mut self) {
-        tools::stop(&mut self.child);
     }
 }
 
