@@ -72,6 +72,10 @@ pub(crate) fn one(pid: u32) -> Option<ProcessUsage> {
 }
 
 fn look_at(pid: u32) -> Option<ProcessUsage> {
+    // Numbers of fields in /proc/PID/stat (proc_pid_stat(5)).
+    const MINFLT: usize = 10;
+    const MAJFLT: usize = 12;
+    const STARTTIME: usize = 22;
     let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
     let status = Values::parse(&String::from_utf8_lossy(&read("status")?));
     let stat = Stat::read(format!("/proc/{pid}/stat")).ok()?;
@@ -81,9 +85,9 @@ fn look_at(pid: u32) -> Option<ProcessUsage> {
     Some(ProcessUsage {
         pid,
         comm: text::escape_bytes(comm.strip_suffix(b"\n").unwrap_or(&comm)),
-        started: stat.field(22)?,
-        minor_faults: stat.field(10)?,
-        major_faults: stat.field(12)?,
+        started: stat.field(STARTTIME)?,
+        minor_faults: stat.field(MINFLT)?,
+        major_faults: stat.field(MAJFLT)?,
         disk_reads: Values::parse(&String::from_utf8_lossy(&io)).get("read_bytes"),
         anon: status.get_or_zero("RssAnon"),
         file: status.get_or_zero("RssFile"),

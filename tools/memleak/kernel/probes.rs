@@ -266,7 +266,7 @@ fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<P
     options.min_size = args.min_size;
     options.max_size = args.max_size;
     options.sample_rate = args.sample_rate;
-    options.page_shift = kernel_support::page_bytes()?.trailing_zeros();
+    options.page_shift = kernel_support::page_shift()?;
     options.possible_cpus = cpus as u32;
     options.keep_totals = args.combined_only.into();
     options.by_cache = args.kernel.by_cache.into();
