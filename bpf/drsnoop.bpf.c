@@ -125,8 +125,7 @@ static __always_inline int begin(__u32 gfp_flags, __s32 order)
 	reclaim.order = order;
 	reclaim.free_pages = want_free_pages ? free_pages() : UNKNOWN;
 	reclaim.since_ns = bpf_ktime_get_ns();
-	if (bpf_map_update_elem(&reclaims, &thread, &reclaim, BPF_ANY))
-		count_loss(calls);
+	begin_call(&reclaims, thread, &reclaim);
 	return 0;
 }
 

@@ -10,8 +10,8 @@
  * --trace-compaction are on raw tracepoints on all kernels, so that runs of them can be skipped
  * from 7.0 on: the record of mm_compaction_finished in tracefs lacks the pointer to the zone.
  *
- * Of the arguments of raw tracepoints, only those are read that are the same on all kernels from
- * 5.10 to 7.2: the first of mm_shrink_slab_start, the first and the third of mm_shrink_slab_end,
+ * Programs on raw tracepoints read only those arguments that are the same on all kernels from 5.10
+ * to 7.2: the first of mm_shrink_slab_start, the first and the third of mm_shrink_slab_end,
  * the first two of mm_compaction_finished. The arguments of mm_compaction_end have moved, and it
  * has a program for each order.
  *

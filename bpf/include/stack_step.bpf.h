@@ -188,7 +188,7 @@ static __noinline int stack_by_register(struct stack_slot *slot, __u64 row)
 	__u64 base = user_register_at(walk->pc, walk->sp, row_register(row));
 	__u64 words = row_cfa_offset(row);
 
-	if (!base || !walk->interrupted)
+	if (!base)
 		return stack_without_rule(slot, row);
 	walk->sp = base;
 	return stack_by_rule(slot, row_of_kind(UNWIND_BY_SP, words));

@@ -104,8 +104,8 @@ static __always_inline long row_through_offset(__u64 row)
 }
 
 /*
- * Returns the offset, in words, of the CFA from the value of that word, for UNWIND_THROUGH_FP and
- * UNWIND_THROUGH_SP.
+ * Returns the offset, in words, of the CFA from the value of the word that leads to it, for
+ * UNWIND_THROUGH_FP and UNWIND_THROUGH_SP.
  */
 static __always_inline long row_behind_offset(__u64 row)
 {
@@ -118,7 +118,10 @@ static __always_inline __u64 row_of_kind(__u64 kind, __u64 words)
 	return kind | UNWIND_FP_KEPT << UNWIND_FP_SHIFT | words << UNWIND_CFA_SHIFT;
 }
 
-/* Returns such a row with the frame pointer saved below the return address. */
+/*
+ * Returns a row of a kind whose CFA is `words` from its base, and whose frame pointer is saved in
+ * the word below the return address.
+ */
 static __always_inline __u64 row_with_saved_fp(__u64 kind, __u64 words)
 {
 	return row_of_kind(kind, words) | UNWIND_FP_AT_CFA << UNWIND_FP_SHIFT |

@@ -207,6 +207,21 @@ static __noinline int block_remove(__u64 key)
 	return 1;
 }
 
+/*
+ * Returns the key of the block of 2^order pages that contains this page: struct page is aligned to
+ * more than there are orders.
+ */
+static __always_inline __u64 page_key(__u64 page, __u32 order)
+{
+	return (page & -(STRUCT_PAGE_BYTES << order)) | order;
+}
+
+/* Returns the order of the block with this key, from page_key(). */
+static __always_inline __u32 page_key_order(__u64 key)
+{
+	return key & (STRUCT_PAGE_BYTES - 1);
+}
+
 static __always_inline void pages_count(__u32 order, __u64 add)
 {
 	barrier_var(order);
@@ -231,7 +246,7 @@ static __noinline int block_insert(__u64 key, const struct block *block)
 		/* Memory that is allocated was free: its free was not seen. */
 		__sync_fetch_and_add(&unseen_frees, 1);
 		if (block_remove(key) && block->cache == KIND_PAGES)
-			pages_removed(key, key & (STRUCT_PAGE_BYTES - 1)); /* see page_key() */
+			pages_removed(key, page_key_order(key));
 		error = bpf_map_update_elem(&blocks, &key, block, BPF_ANY);
 	}
 	if (error) {

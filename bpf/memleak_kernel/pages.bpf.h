@@ -7,15 +7,6 @@
 
 #include "blocks.bpf.h"
 
-/*
- * Returns the key of the block of 2^order pages that contains this page: struct page is aligned to
- * more than there are orders.
- */
-static __always_inline __u64 page_key(__u64 page, __u32 order)
-{
-	return (page & -(STRUCT_PAGE_BYTES << order)) | order;
-}
-
 static __always_inline __u64 page_of(__u64 address)
 {
 	return page_bias + (address >> page_shift) * STRUCT_PAGE_BYTES;
