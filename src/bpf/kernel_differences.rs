@@ -1,6 +1,6 @@
 //! Kernel differences: the names and forms of the hooks and structs that the tools use, by kernel version.
 //!
-//! A tool asks the kernel's BTF what exists, as distributions backport changes. Two checks, marked below, go by the
+//! A tool asks the kernel's BTF what exists, as distributions backport changes. Three checks, marked below, go by the
 //! kernel's release. The releases in the tables tell where a difference was met: on Linux 5.10, 6.1, 6.12, 6.18 and
 //! 7.2, on which the end-to-end tests run (`make test-vm`). An arrow is followed by the newer name.
 //!
@@ -37,6 +37,7 @@
 //! |---|---|---|
 //! | a program on a raw tracepoint | it can be preempted from 7.0 on, and is skipped meanwhile for all other tasks of its CPU | [`preempts_raw_tracepoints`], by the release: programs on tracefs' tracepoints come first there |
 //! | a system call's tracepoint | preempted and skipped in 7.2 | [`preempts_system_call_programs`]: kprobes instead |
+//! | a system call's tracepoint | its programs get no kernel stack before 6.12 (376bd59e2a04) | [`system_call_programs_lack_kernel_stacks`], by the release: the raw tracepoints of all system calls for `brkstack -K` |
 //! | a raw tracepoint's program that interrupts itself | skipped from 6.1 on | `memleak -k`: two programs on each |
 //! | a uprobe | a perf event each, with a cookie from 5.15 on; one link for all from 6.6, and for entry and return from 6.13 | the ladder of memleak ([`attach`]) |
 //! | fexit | no more than six arguments before 6.6; no array of pointers among them in 5.10 and 6.1 | kprobes: `swapin --latency`, `memleak -k` |
@@ -57,3 +58,4 @@
 //! [`first_name_in_btf`]: crate::bpf::kernel_support::first_name_in_btf
 //! [`preempts_raw_tracepoints`]: crate::bpf::kernel_support::preempts_raw_tracepoints
 //! [`preempts_system_call_programs`]: crate::bpf::kernel_support::preempts_system_call_programs
+//! [`system_call_programs_lack_kernel_stacks`]: crate::bpf::kernel_support::system_call_programs_lack_kernel_stacks

@@ -1,4 +1,5 @@
-//! BPF maps that are created while a tool runs, beside those that a skeleton creates at load; and second handles.
+//! BPF maps that are created while a tool runs, beside those that a skeleton creates at load, and second handles of
+//! maps.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};

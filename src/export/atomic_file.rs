@@ -8,7 +8,7 @@ use anyhow::{Context, Error, Result, ensure};
 
 use crate::print::text;
 
-/// A file that is replaced at each report.
+/// File that is written whole or not at all: a draft takes its place.
 #[derive(Debug)]
 pub struct AtomicFile {
     path: PathBuf,

@@ -33,7 +33,7 @@ pub struct ExportArgs {
     #[arg(long, value_name = "FILE.pb.gz")]
     pub pprof: Option<PathBuf>,
 
-    /// What frames are told with.
+    /// Options for the source lines of frames.
     #[command(flatten)]
     pub source: SourceArgs,
 }

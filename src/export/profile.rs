@@ -17,11 +17,11 @@ pub struct ValueType {
 
 impl ValueType {
     /// Makes a value of unit `count`. `kind` is its name in pprof's format, `count_name` its name in a flame graph.
-    pub const fn count(kind: &'static str, counted: &'static str) -> Self {
+    pub const fn count(kind: &'static str, count_name: &'static str) -> Self {
         Self {
             kind,
             unit: "count",
-            count_name: counted,
+            count_name,
         }
     }
 

@@ -26,7 +26,7 @@ const MAX_NAMES: usize = 16 << 20;
 const MAX_TOLD: u32 = 16;
 /// Maximum number of files without symbols that are remembered for the report about places without names.
 const MAX_STRIPPED: usize = 1024;
-/// Maximum number of places without names that are remembered for that report.
+/// Maximum number of places that are remembered for the report about places without names.
 const MAX_UNNAMED: usize = 1 << 16;
 /// Overhead of a cached name beside its text, in bytes.
 const OVERHEAD: usize = 64;
@@ -59,7 +59,7 @@ pub(crate) struct FileNames {
     stripped: HashMap<u32, StrippedFile>,
     /// Number of places without names in all stripped files.
     unnamed: usize,
-    /// Whether there are further places without names.
+    /// Whether places without names were left out, as [`MAX_UNNAMED`] are remembered.
     has_more_unnamed: bool,
 }
 
