@@ -406,14 +406,14 @@ fn a_whole_cgroup_is_killed() -> Result<()> {
     // The task that needed memory is the same in all objects: the hog's one thread.
     let objects = objects(&json.interrupt()?)?;
     ensure!(objects.len() == 1 + OTHERS, "{objects:?}");
-    let (needed, kind) = (hog.pid(), |object: &Value| object["type"].clone());
+    let needed: u32 = hog.pid().parse()?;
     ensure!(
         objects.iter().all(|object| object["tid"] == needed),
         "{objects:?}"
     );
     let also = objects
         .iter()
-        .filter(|object| kind(object) == "also_killed");
+        .filter(|object| object["type"] == "also_killed");
     ensure!(also.count() == OTHERS, "{objects:?}");
     Ok(())
 }
