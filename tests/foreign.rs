@@ -68,7 +68,7 @@ fn read_all(file: &File) -> bool {
     let calls = timed("calls", || Calls::of(file));
     if let (Ok(functions), Ok(calls)) = (&functions, &calls) {
         for function in functions.iter().take(16) {
-            timed("passing", || {
+            timed("forwarding", || {
                 calls.forwarding(function, Forwarded::Result, |_, given| {
                     given.as_argument(1) == Some(1)
                 })

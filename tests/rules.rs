@@ -7,7 +7,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use memtools::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+use memtools::bpf::types::{
+    unwind_frame_pointer as FramePointer, unwind_kind as Kind, unwind_row_layout as Layout,
+};
 use memtools::stacks::unwind::rules::{Rules, address_of};
 use proptest::prelude::*;
 
@@ -39,9 +41,9 @@ struct Row {
 fn row(row: u64) -> Row {
     Row {
         kind: Kind((row & 0xf) as u32),
-        offset: i64::from(row as i32 >> 14) * 8,
-        fp: (row >> 4 & 3) as u32,
-        fp_offset: i64::from((row >> 6) as i8) * 8,
+        offset: i64::from(row as i32 >> Layout::UNWIND_CFA_SHIFT.0) * 8,
+        fp: (row >> Layout::UNWIND_FP_SHIFT.0 & 3) as u32,
+        fp_offset: i64::from((row >> Layout::UNWIND_FP_OFFSET_SHIFT.0) as i8) * 8,
     }
 }
 

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 
-const READY: &str = "tracing brk(2)";
+pub(crate) const READY: &str = "tracing brk(2)";
 
 /// Number of calls of each kind: grow, shrink, query.
 const CALLS: [&str; 3] = ["23", "7", "5"];

@@ -34,9 +34,7 @@ fn a_report_that_does_not_fit_on_the_disk_is_an_error() -> Result<()> {
     let workload = Workload::start("heap", &["0", "2003", "plain"])?;
     for view in ["--heap", "--types", "--verdict"] {
         let args = ["-p", &workload.pid(), view, "--output", "/dev/full"];
-        let ended = harness::run("memleak", &args)?;
-        ensure!(ended.status.code() == Some(1), "{view}: {ended:?}");
-        ensure!(ended.stderr.contains("No space left"), "{view}: {ended:?}");
+        harness::expect_refusal("memleak", &args, 1, "No space left")?;
     }
     Ok(())
 }

@@ -17,13 +17,12 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tempfile::TempDir;
 
 use crate::harness::{self, Tool, ToolOutput, Workload, workload};
-use crate::memleak::{self, READY};
+use crate::{brkstack, memleak};
 
 #[path = "../hostile/elf_file.rs"]
 #[expect(dead_code, reason = "tests/foreign.rs has the other kinds")]
 mod elf_file;
 
-const BRKSTACK_READY: &str = "tracing brk(2)";
 /// User who owns the hostile files.
 const NOBODY: u32 = 65534;
 const CALLS: &str = "101";
@@ -77,7 +76,7 @@ fn text(path: &Path) -> &str {
 /// Runs brkstack with these options on a workload, and checks the count of its calls.
 fn count(mut program: Workload, options: &[&str]) -> Result<ToolOutput> {
     let mut tool = Tool::start("brkstack", options)?;
-    tool.wait_for_stderr(BRKSTACK_READY)?;
+    tool.wait_for_stderr(brkstack::READY)?;
     let facts = program.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -195,7 +194,7 @@ fn a_perf_map_is_read_only_if_it_is_the_users_own() -> Result<()> {
 fn a_perf_map_that_is_a_hole_takes_no_memory() -> Result<()> {
     let mut program = Workload::start("hostile-perf_map", &["hole=16", CALLS])?;
     let mut tool = Tool::start("brkstack", &["-p", &program.pid(), "1"])?;
-    tool.wait_for_stderr(BRKSTACK_READY)?;
+    tool.wait_for_stderr(brkstack::READY)?;
     program.work()?;
     tool.wait_until(|output| output.contains("hostile-perf_ma;"))?;
     let memory = tool.peak_kib()?;
@@ -209,7 +208,7 @@ fn names_obey_no_terminal() -> Result<()> {
     for options in [&[][..], &["--text"], &["--json"]] {
         let mut program = Workload::start("hostile-perf_map", &[name, CALLS])?;
         let mut tool = Tool::start("brkstack", &[&["-p", &program.pid()], options].concat())?;
-        tool.wait_for_stderr(BRKSTACK_READY)?;
+        tool.wait_for_stderr(brkstack::READY)?;
         program.work()?;
         let ended = tool.interrupt()?;
         ensure!(
@@ -226,7 +225,7 @@ fn names_obey_no_terminal() -> Result<()> {
 fn code_mapped_for_ever_takes_no_memory() -> Result<()> {
     let mut program = Workload::start("hostile-remap", &["1000003"])?;
     let mut tool = Tool::start("brkstack", &["-p", &program.pid()])?;
-    tool.wait_for_stderr(BRKSTACK_READY)?;
+    tool.wait_for_stderr(brkstack::READY)?;
     let before = tool.peak_kib()?;
     program.work()?;
     let grown = tool.peak_kib()? - before;
@@ -242,7 +241,7 @@ fn a_sandboxed_target_lives() -> Result<()> {
     let mut program = Workload::start("hostile-sandbox", &["1009", "4093"])?;
     let args = ["-o", "0", "-p", &program.pid(), "60"];
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for_stderr(READY)?;
+    tool.wait_for_stderr(memleak::READY)?;
     let facts = program.work()?;
     let ended = tool.interrupt()?;
     ensure!(program.finish()?.success(), "the target was harmed");
@@ -277,7 +276,7 @@ fn names_of_a_library_are_not_forged() -> Result<()> {
     let mut attacker = Workload::spawn(Command::new(attacker).args(args))?;
     let args = ["-n", "forged-", "-o", "0", "-T", "100", "60"];
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for_stderr(READY)?;
+    tool.wait_for_stderr(memleak::READY)?;
     victim.work()?;
     attacker.work()?;
     let ended = tool.interrupt()?;

@@ -10,9 +10,9 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use super::{BRKSTACK_READY, CALLS, counted, library, text};
+use super::{CALLS, counted, library, text};
 use crate::harness::{self, Tool, ToolOutput, Workload, workload};
-use crate::memleak;
+use crate::{brkstack, memleak};
 
 /// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
@@ -44,8 +44,8 @@ fn more_libraries_than_descriptors_have_names() -> Result<()> {
         fs::write(folder.path().join(number.to_string()), &library)?;
     }
     for (tool, live, function) in [
-        ("brkstack", BRKSTACK_READY, "call_brk"),
-        ("memleak", "probes in", "leak_malloc"),
+        ("brkstack", brkstack::READY, "call_brk"),
+        ("memleak", memleak::READY, "leak_malloc"),
     ] {
         let files = FILES.to_string();
         let args = ["files", &files, CALLS, text(folder.path())];
@@ -98,7 +98,7 @@ fn more_processes_than_tables_are_complete() -> Result<()> {
     let program = folder.path().join("hostile-many");
     harness::copy(&workload("hostile-crowd"), &program)?;
     let mut tool = Tool::start("brkstack", &["-j", "-n", "hostile-many"])?;
-    tool.wait_for_stderr(BRKSTACK_READY)?;
+    tool.wait_for_stderr(brkstack::READY)?;
     for processes in [1, PROCESSES] {
         let args = ["processes", &processes.to_string(), &CALLS.to_string()];
         let mut crowd = Workload::spawn(Command::new(&program).args(args))?;
@@ -135,7 +135,7 @@ fn mappings_that_change_leave_others_complete() -> Result<()> {
     let program = folder.path().join("hostile-victim");
     harness::copy(&workload("hostile-mapped"), &program)?;
     let mut tool = Tool::start("brkstack", &["-j", "-n", "hostile-"])?;
-    tool.wait_for_stderr(BRKSTACK_READY)?;
+    tool.wait_for_stderr(brkstack::READY)?;
     for calls in [FIRST, SECOND] {
         let args = ["none", text(&file), &calls.to_string()];
         let mut victim = Workload::spawn(Command::new(&program).args(args))?;
@@ -173,7 +173,7 @@ fn storms_of_programs_are_counted() -> Result<()> {
         let mut storm = Workload::spawn(Command::new(&program).args(args))?;
         let args = ["-j", "--children", "-p", &storm.pid()];
         let mut tool = Tool::start("brkstack", &args)?;
-        tool.wait_for_stderr(BRKSTACK_READY)?;
+        tool.wait_for_stderr(brkstack::READY)?;
         let before = tool.peak_kib()?;
         let facts = storm.work()?;
         ensure!(facts["brk"] == (PROGRAMS * CALLS).to_string(), "{facts:?}");
@@ -224,7 +224,7 @@ fn storms_of_mappings_are_exact() -> Result<()> {
         let args = [&args[..], &[text(folder.path())]].concat();
         let mut storm = Workload::start("hostile-crowd", &args)?;
         let mut calls = Tool::start("brkstack", &["-j", "-p", &storm.pid()])?;
-        calls.wait_for_stderr(BRKSTACK_READY)?;
+        calls.wait_for_stderr(brkstack::READY)?;
         let blocks = memleak::attach(&storm, &["-o", "0", "-T", "1000", "60"])?;
         let before = [calls.peak_kib()?, blocks.peak_kib()?];
         let facts = storm.work()?;
