@@ -245,9 +245,9 @@ fn print_processes<M: MapCore>(
         Weight::Events => "FAULTS",
         Weight::Bytes => "BYTES",
     };
-    let cgroup_info = container::header(container);
+    let container_column = container::header(container);
     output.header(&format!(
-        "{:<7} {:<16} {cgroup_info}{column}",
+        "{:<7} {:<16} {container_column}{column}",
         "PID", "COMM"
     ))?;
     for ProcessSum {
@@ -301,8 +301,8 @@ struct ProcessFaults<'a> {
 impl Row for ProcessFaults<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let sum = self.faults.or(self.bytes).unwrap_or_default();
-        let cgroup_info = container::column(self.container.then_some(&self.cgroup_info));
-        writeln!(out, "{:<7} {:<16} {cgroup_info}{sum}", self.pid, self.comm)
+        let column = container::column(self.container.then_some(&self.cgroup_info));
+        writeln!(out, "{:<7} {:<16} {column}{sum}", self.pid, self.comm)
     }
 }
 

@@ -17,7 +17,7 @@ use crate::host::capabilities;
 use crate::host::cpus::Cpus;
 
 /// Threads that attach programs on CPUs that come online, until [`detach`].
-static FOLLOWERS: Mutex<Vec<HotplugWatcher>> = Mutex::new(Vec::new());
+static WATCHERS: Mutex<Vec<HotplugWatcher>> = Mutex::new(Vec::new());
 
 /// Attaches a program to each event on every CPU. Returns the links of the CPUs that are online now.
 /// [`attach::detach`](crate::bpf::attach::detach) also detaches the program from CPUs that come online later.
@@ -40,18 +40,18 @@ pub fn attach(program: &ProgramMut<'_>, event: Software) -> Result<Vec<Link>> {
         return Ok(links);
     }
     let program = program.as_fd().try_clone_to_owned()?;
-    let follower = HotplugWatcher::start(cpus, program, event)?;
-    followers().push(follower);
+    let watcher = HotplugWatcher::start(cpus, program, event)?;
+    watchers().push(watcher);
     Ok(links)
 }
 
 /// Detaches programs from the CPUs that came online later.
 pub(crate) fn detach() {
-    followers().clear();
+    watchers().clear();
 }
 
-fn followers() -> std::sync::MutexGuard<'static, Vec<HotplugWatcher>> {
-    FOLLOWERS.lock().unwrap_or_else(PoisonError::into_inner)
+fn watchers() -> std::sync::MutexGuard<'static, Vec<HotplugWatcher>> {
+    WATCHERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn open(event: Software, cpu: usize) -> Result<Counter> {

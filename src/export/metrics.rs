@@ -118,11 +118,11 @@ impl FamilySeries {
         if family.labels.is_empty() {
             series.insert(Vec::new(), Amount::default());
         }
-        let new = HashMap::new();
+        let pending = HashMap::new();
         Self {
             family,
             series,
-            pending: new,
+            pending,
         }
     }
 

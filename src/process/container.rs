@@ -162,7 +162,7 @@ pub struct CgroupResolver<'a> {
     kept: &'a dyn MapCore,
     /// The cgroups of the file system, for paths that the BPF side could not keep.
     tree: Option<Cgroups>,
-    /// Homes by cgroup id. The kernel does not reuse ids.
+    /// Cgroups by their ids. The kernel does not reuse ids.
     known: HashMap<u64, CgroupInfo>,
 }
 

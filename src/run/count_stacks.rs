@@ -205,21 +205,21 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             room.used()?,
             fill_level::growth_threshold(0, counts.entries()),
         )?;
-        let most = args.stack_storage_size.unwrap_or(MAX_STACKS);
+        let max_stacks = args.stack_storage_size.unwrap_or(MAX_STACKS);
         Ok(Self {
             counts,
             room,
             requests: maps.requests,
             object: maps.object,
             filter,
-            stacks: Stacks::new(maps.stacks, most.min(MAX_IN_KERNEL))?,
+            stacks: Stacks::new(maps.stacks, max_stacks.min(MAX_IN_KERNEL))?,
             cgroup_resolver: CgroupResolver::new(maps.cgroup_paths),
             symbolizer,
             unwinder,
             exports,
             sums: Sums::default(),
             places: Hash128Builder::default(),
-            max_stacks: most,
+            max_stacks,
             without_stack: 0,
             processes: None,
             collected: Instant::now(),
@@ -262,11 +262,11 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             if wake.mappings {
                 self.symbolizer.refresh();
             }
-            if wake.table_full {
+            if wake.table_request {
                 requests.drain()?;
             }
             match due {
-                Due::Nothing if wake.table_full => self.collect(report, true)?,
+                Due::Nothing if wake.table_request => self.collect(report, true)?,
                 Due::Nothing => {}
                 Due::Report => {
                     self.collect(report, true)?;

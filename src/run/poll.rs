@@ -34,7 +34,7 @@ pub struct Wake {
     /// Another thread of the tool asks for something.
     pub thread_request: bool,
     /// A BPF program asks for a larger table.
-    pub table_full: bool,
+    pub table_request: bool,
     /// A client of [`serve`](crate::serve) waits for a report.
     pub client: bool,
     /// A command is held at its exit.
@@ -281,7 +281,7 @@ impl<'a> Poller<'a> {
             Source::Stdout => wake.stop = true,
             Source::Mappings => wake.mappings = true,
             Source::Questions => wake.thread_request = true,
-            Source::Room => wake.table_full = true,
+            Source::Room => wake.table_request = true,
             Source::Pressure => wake.pressure = true,
             Source::Clients => wake.client = true,
             Source::Held => wake.command_exiting = true,

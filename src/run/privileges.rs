@@ -33,7 +33,7 @@ const KEPT: [Capability; 12] = [
 ///
 /// # Errors
 /// If the kernel refuses, which it has no reason to.
-pub fn drop_unneeded(also: &[Capability]) -> Result<()> {
+pub fn keep_tracing_and(also: &[Capability]) -> Result<()> {
     set_no_new_privs().context("failed to give up new privileges (PR_SET_NO_NEW_PRIVS)")?;
     let mut kept = CapsHashSet::from(KEPT);
     kept.extend(also);
@@ -59,7 +59,7 @@ mod tests {
         // In a thread of its own, so that other tests keep their capabilities.
         let given_up = thread::spawn(|| {
             let before = caps::read(None, CapSet::Permitted).expect("readable");
-            drop_unneeded(&[]).expect("nobody minds");
+            keep_tracing_and(&[]).expect("nobody minds");
             let after = caps::read(None, CapSet::Permitted).expect("readable");
             assert_eq!(
                 caps::read(None, CapSet::Effective).expect("readable"),

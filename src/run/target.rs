@@ -96,7 +96,7 @@ impl Target {
         // Mounting tracefs takes a privilege that is given up next. A tool that needs tracefs checks once more, and
         // reports what is missing.
         let _ = kernel_support::preflight_tracepoints();
-        privileges::drop_unneeded(&[])?;
+        privileges::keep_tracing_and(&[])?;
         if let Some((_, command)) = &command {
             filter_args.pid = vec![command.pid()];
         }

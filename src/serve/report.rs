@@ -120,9 +120,7 @@ struct Stack<'a> {
 impl Page {
     fn of(profile: &Profile, keys: &[Key], trends: &Trends, lost: Option<String>) -> Self {
         let Profile {
-            values,
-            main_value: main,
-            ..
+            values, main_value, ..
         } = profile;
         let sums = values.iter().enumerate();
         let sums: Vec<String> = sums
@@ -139,7 +137,7 @@ impl Page {
         facts.extend(lost);
 
         let now = Instant::now();
-        let has = |sample: &Sample| sample.values.get(*main).copied().unwrap_or_default();
+        let has = |sample: &Sample| sample.values.get(*main_value).copied().unwrap_or_default();
         let stacks = keys.iter().zip(&profile.samples);
         let stacks = stacks.map(|(&key, sample)| Stack {
             key,

@@ -255,7 +255,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     ///
     /// # Errors
     /// If the map that says how full the table is cannot be mapped.
-    pub fn new(maps: StackMaps<'map, M>, most: u32) -> Result<Self> {
+    pub fn new(maps: StackMaps<'map, M>, max_entries: u32) -> Result<Self> {
         let none = Stack {
             side: Side::User,
             frames: Vec::new(),
@@ -267,7 +267,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             current: None,
             previous: None,
             entries: maps.first.max_entries(),
-            max_entries: most,
+            max_entries,
             kept: 0,
             renewed: Instant::now(),
             lost: HashSet::new(),

@@ -106,18 +106,18 @@ fn kprobe(args: &Args, filter: &Filter) -> Result<Attached> {
 /// Attaches programs to the kernel's page-fault counters. The counters of minor and of major faults count when a
 /// fault is done, the counter of all faults when it begins: mappings are less often being changed then.
 fn event(args: &Args, filter: &Filter) -> Result<Attached> {
-    let knows = FaultDetails {
+    let details = FaultDetails {
         major: args.r#type,
         access: false,
     };
-    let programs: &[&str] = if knows.major {
+    let programs: &[&str] = if details.major {
         &["fault_event", "major_fault_event"]
     } else {
         &["fault_event"]
     };
     let skel = load(args, filter, programs)?;
     let mut each = Vec::new();
-    if knows.major {
+    if details.major {
         each.push((&skel.progs.fault_event, Software::PAGE_FAULTS_MIN));
         each.push((&skel.progs.major_fault_event, Software::PAGE_FAULTS_MAJ));
     } else {
@@ -130,7 +130,7 @@ fn event(args: &Args, filter: &Filter) -> Result<Attached> {
     Ok(Attached {
         skel,
         links,
-        details: knows,
+        details,
     })
 }
 

@@ -43,14 +43,14 @@ fn run(args: Args) -> Result<ExitCode> {
         Attached {
             skel,
             links,
-            details: knows,
+            details,
         },
     ) = attach::start(&args, target.filter())?;
     eprintln!("ffaults: tracing page faults by {how}... Ctrl-C to end");
     target.release()?;
 
     target.watch_exit(&mut poller);
-    let mut report = Report::new(&args, &skel, knows);
+    let mut report = Report::new(&args, &skel, details);
     let deadline = args.common.deadline();
     let reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
     reports.each(&mut poller, || {

@@ -288,7 +288,7 @@ impl Args {
     }
 
     /// Returns the initial capacity of the stack table.
-    pub(crate) fn stack_room(&self) -> StackCapacity {
+    pub(crate) fn stack_capacity(&self) -> StackCapacity {
         let first = || self.max_stacks().min(table::first_entries());
         StackCapacity {
             first_entries: Some(self.stack_storage_size.unwrap_or_else(first)),

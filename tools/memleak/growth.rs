@@ -43,7 +43,7 @@ const MIN_POINTS: usize = 3;
 pub(crate) fn run(args: &Args, period: Duration) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (mut poller, mut output) = args.start()?;
-    privileges::drop_unneeded(args.heap.capabilities())?;
+    privileges::keep_tracing_and(args.heap.capabilities())?;
     poller.watch_exit(&process);
     let request = args.heap.request(&process, None);
     let mut study = Study::begin(&request, args)?;

@@ -31,7 +31,7 @@ use report::HeapRow;
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (_poller, mut output) = args.start()?;
-    privileges::drop_unneeded(args.heap.capabilities())?;
+    privileges::keep_tracing_and(args.heap.capabilities())?;
     let request = args.heap.request(&process, None);
     let cgroup_info = CgroupInfo::of_process(process.pid());
     let walked = Walked::take(&request, "memleak")?;

@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let difference = Difference::of(args, View::Outstanding)?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
-    privileges::drop_unneeded(&[])?;
+    privileges::keep_tracing_and(&[])?;
     let filter = args::filter(args).resolve(None, TaskKind::All)?;
     check_cache(args.kernel.cache.as_deref())?;
     let slabinfo = args.kernel.by_cache.then(Slabinfo::read);
@@ -116,7 +116,7 @@ fn check_cache(cache: Option<&str>) -> Result<()> {
 
 impl Source for Kernel<'_> {
     fn handle_events(&mut self, wake: &Wake, _: &mut Output) -> Result<Flow> {
-        if wake.table_full {
+        if wake.table_request {
             self.room_requests.drain()?;
             self.renew_stacks()?;
         }

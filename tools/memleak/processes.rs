@@ -200,7 +200,7 @@ impl Source for Processes<'_> {
             self.upkeep.schedule_scan_after_exec();
         }
         self.take(new, output)?;
-        if wake.table_full {
+        if wake.table_request {
             self.rings.room_requests.drain()?;
         }
         self.make_room(output)?;

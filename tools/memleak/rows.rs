@@ -303,9 +303,7 @@ pub(crate) struct Group {
 impl Group {
     /// Makes the row of an entry.
     pub(crate) fn new(entry: &Entry, stack: NamedStack, args: &Args) -> Self {
-        let Entry {
-            key: path, total, ..
-        } = *entry;
+        let Entry { key, total, .. } = *entry;
         Self {
             amount: Amount {
                 bytes: total.bytes,
@@ -316,7 +314,7 @@ impl Group {
             process: None,
             age: entry.age,
             growth: entry.growth,
-            stack_id: path.stack,
+            stack_id: key.stack,
             stack,
             addresses: !args.combined_only,
             extended: args.extended,

@@ -20,7 +20,9 @@ pub(crate) fn key(key: StackKey) -> Key {
 
 /// Returns the bytes of each stack.
 pub(crate) fn bytes(totals: &Totals) -> impl Iterator<Item = (Key, u64)> {
-    totals.iter().map(|(&path, total)| (key(path), total.bytes))
+    totals
+        .iter()
+        .map(|(&stack, total)| (key(stack), total.bytes))
 }
 
 /// Counts of frees that do not match the records. None where a count is not known.

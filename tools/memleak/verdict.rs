@@ -62,7 +62,7 @@ pub(crate) const BETWEEN: Duration = Duration::from_millis(100);
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (mut poller, mut output) = args.start()?;
-    privileges::drop_unneeded(args.heap.capabilities())?;
+    privileges::keep_tracing_and(args.heap.capabilities())?;
     let watched = args
         .verdict
         .idle

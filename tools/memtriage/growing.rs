@@ -158,13 +158,13 @@ impl Row for Growing {
         };
         let growth = change(self.growth_bytes.try_into().unwrap_or(i64::MAX));
         let seconds = self.seconds.round();
-        let cgroup_info = match &self.cgroup_info {
+        let column = match &self.cgroup_info {
             Some(cgroup_info) => container::column(Some(cgroup_info).filter(|_| self.container)),
             None => container::empty_column(self.container),
         };
         writeln!(
             out,
-            "{name:<28.28} {cgroup_info}{:>8} {growth:>9} {seconds:>4} s  {}",
+            "{name:<28.28} {column}{:>8} {growth:>9} {seconds:>4} s  {}",
             size(self.bytes),
             sparkline(&self.sizes)
         )

@@ -86,7 +86,7 @@ pub(crate) struct OneShotData {
 }
 
 impl OneShotData {
-    /// Reads the surroundings of a look.
+    /// Reads the data that need no second look.
     pub(crate) fn of(look: &Snapshot) -> Self {
         let huge_pages =
             huge_pages::worth_searching(&look.memory).then(|| Search::begin(&look.processes));

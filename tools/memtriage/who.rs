@@ -46,11 +46,11 @@ impl Culprit {
     fn question(&self, seconds: Duration) -> ToolSpec {
         let seconds = seconds.as_secs_f64().to_string();
         let words = |words: &[&str]| words.iter().map(ToString::to_string).collect();
-        let faults = |whose: &[&str], of| ToolSpec {
+        let faults = |whose: &[&str], target| ToolSpec {
             tool: "faults",
             args: words(&[&["--bytes"], whose, &["-d", &seconds]].concat()),
             value: ("space", Unit::Bytes),
-            target: of,
+            target,
         };
         let memleak = |what| ToolSpec {
             tool: "memleak",
@@ -136,7 +136,7 @@ pub(crate) fn ask(
     wait_for(&processes, poller)?;
     for ((question, rules), run) in asked.iter().zip(started) {
         let outcome = run.and_then(Run::end);
-        output.row(&ToolResult::target(rules, question, &outcome, container))?;
+        output.row(&ToolResult::new(rules, question, &outcome, container))?;
     }
     output.flush()
 }
@@ -173,7 +173,7 @@ pub(crate) struct ToolResult<'a> {
     rules: &'a [&'static str],
     command: String,
     #[serde(flatten)]
-    of: &'a ToolTarget,
+    target: &'a ToolTarget,
     /// Whether text shows the container.
     #[serde(skip)]
     container: bool,
@@ -199,7 +199,7 @@ struct Stack<'a> {
 impl<'a> ToolResult<'a> {
     /// Makes the answer of a tool that was run for these rules: the largest stacks of its profile, or the reason why
     /// there is none. `container`: whether text shows the container.
-    pub(crate) fn target(
+    pub(crate) fn new(
         rules: &'a [&'static str],
         question: &'a ToolSpec,
         outcome: &'a Result<(SavedProfile, Option<Value>)>,
@@ -220,7 +220,7 @@ impl<'a> ToolResult<'a> {
         Self {
             rules,
             command: question.command(),
-            of: &question.target,
+            target: &question.target,
             container,
             unit,
             sum,
@@ -233,7 +233,7 @@ impl<'a> ToolResult<'a> {
 
 impl Row for ToolResult<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        let inside = container::inside(self.of.cgroup_info().filter(|_| self.container));
+        let inside = container::inside(self.target.cgroup_info().filter(|_| self.container));
         let (rules, command) = (self.rules.join(", "), &self.command);
         writeln!(out, "\nwho   {rules}{inside}: {command}")?;
         match &self.error {
@@ -302,7 +302,7 @@ mod tests {
         let mut answer = ToolResult {
             rules: &["slab", "vmalloc"],
             command: "memleak -k".into(),
-            of: &whose,
+            target: &whose,
             container: false,
             unit: Unit::Bytes,
             sum: 4096,
@@ -338,7 +338,7 @@ mod tests {
             "{shown}"
         );
         let many = ToolTarget::default();
-        answer.of = &many;
+        answer.target = &many;
         assert!(!text(&answer).contains(" in "));
         answer.stacks.clear();
         assert!(text(&answer).contains("\n      nothing came\n"));

@@ -100,7 +100,7 @@ fn try_start(
         way,
         links: Vec::new(),
     };
-    let has = Available::attach(&skel, columns, &mut attaching);
+    let available = Available::attach(&skel, columns, &mut attaching);
     let Attaching { links, .. } = attaching;
     if links.is_empty() {
         bail!(
@@ -108,11 +108,11 @@ fn try_start(
              CONFIG_TRACEPOINTS, or does not permit BPF to use them"
         );
     }
-    has.tell_missing(columns);
+    available.tell_missing(columns);
     Ok(Attached {
         skel,
         links,
-        available: has,
+        available,
     })
 }
 

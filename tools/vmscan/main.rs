@@ -89,9 +89,9 @@ fn watch(
     let Attached {
         skel,
         links,
-        available: has,
+        available,
     } = attached;
-    let mut intervals = Intervals::new(args, &skel, has, columns);
+    let mut intervals = Intervals::new(args, &skel, available, columns);
     protect::protect_from_oom("vmscan");
     eprintln!("vmscan: tracing page reclaim, Ctrl-C to end");
     output.header(&columns.header())?;

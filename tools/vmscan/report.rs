@@ -68,13 +68,13 @@ pub(crate) struct Interval {
 }
 
 impl Interval {
-    fn count(&self, name: String, unit: Unit, more: u64) -> Count<'_> {
+    fn count(&self, name: String, unit: Unit, increase: u64) -> Count<'_> {
         Count {
             name: name.into(),
             unit,
             process: None,
             time: &self.time,
-            increase: more,
+            increase,
         }
     }
 

@@ -37,7 +37,7 @@ pub struct AtExit {
     images: Receiver<Result<Image>>,
     /// Socket that becomes readable when there is an image, or an error instead.
     ready: UnixStream,
-    /// Copy of the other end of `ready`. While it is open, the end of the thread does not make `told` readable.
+    /// Copy of the other end of `ready`. While it is open, the end of the thread does not make `ready` readable.
     _other: UnixStream,
     /// Channel on which the thread waits while the command is held.
     release: Sender<()>,
@@ -49,7 +49,7 @@ impl AtExit {
     /// # Errors
     /// If the kernel does not let us trace the process.
     pub fn watch(pid: u32) -> Result<Self> {
-        let (told, tells) = UnixStream::pair().context("failed to open a pair of sockets")?;
+        let (ready, tells) = UnixStream::pair().context("failed to open a pair of sockets")?;
         let other = tells.try_clone()?;
         let (image, images) = channel();
         let (release, released) = channel();
@@ -78,7 +78,7 @@ impl AtExit {
             Ok(Ok(())) => Ok(Self {
                 pid,
                 images,
-                ready: told,
+                ready,
                 _other: other,
                 release,
             }),

@@ -32,8 +32,8 @@ const NO_HEADER: &str = "a chunk's header makes no sense";
 enum End {
     /// The walk has reached the top chunk.
     Top,
-    /// The walk has reached the fence that malloc leaves before memory that is not its own. Holds the address after
-    /// the fence.
+    /// The walk has reached the fencepost that malloc leaves before memory that is not its own. Holds the address
+    /// after the fencepost.
     Fencepost(u64),
     /// The walk has reached an invalid header, at this address.
     Broken(u64),

@@ -41,8 +41,8 @@ const CANNOT: &str = "which memory is idle cannot be told on this machine";
 /// Number of tries to find our own used pages by their marks: others may clear the marks just then.
 const TRIES: usize = 3;
 
-/// Limit of lost marks: if more than one in this many of our own pages has lost its mark, nothing is called idle.
-const MAX_LOST: u64 = 10;
+/// Number of our own pages for each mark that may be lost. With more lost marks, nothing is called idle.
+const PAGES_PER_LOST: u64 = 10;
 
 /// Watch of a process's use of its pages, from [`begin`](Watch::begin) on.
 #[derive(Debug)]
@@ -98,7 +98,7 @@ pub struct Marks {
 
 impl Marks {
     fn are_too_few(self) -> bool {
-        self.lost * MAX_LOST > self.pages
+        self.lost * PAGES_PER_LOST > self.pages
     }
 }
 

@@ -1,8 +1,8 @@
-//! Place of a frame, decoded from a word of a stack.
+//! Frame as a stack has it, decoded from a word.
 
 use crate::bpf::types;
 
-/// Place of a frame: where its code is.
+/// Frame as a stack has it: where its code is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RawFrame {
     /// The address that the frame returns to: the call lies before it.
@@ -52,7 +52,7 @@ impl RawFrame {
         }
     }
 
-    /// Creates the place of a native frame from its address.
+    /// Creates a native frame from its address.
     pub(super) fn of_native(address: u64, interrupted: bool) -> Self {
         if interrupted {
             Self::Interrupted(address)

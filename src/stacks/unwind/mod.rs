@@ -84,11 +84,11 @@ impl UnwindTarget {
     fn build_tables(&self, store: Store) -> Result<InitialTables> {
         let mut tables = Tables::new(store, hotspot::keep_frame_pointers(self));
         self.build_for_command(&mut tables)?;
-        let (queue, busy) = self.build_for_processes(&mut tables)?;
+        let (queue, starting) = self.build_for_processes(&mut tables)?;
         Ok(InitialTables {
             tables,
             queue,
-            starting: busy,
+            starting,
         })
     }
 

@@ -260,7 +260,7 @@ fn with_caches(args: &Args) -> bool {
 
 /// Opens the skeleton and sets its options, before it is loaded.
 fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<Prepared<'filter>> {
-    let mut open = bpf::prepare(filter, args.stack_room())?;
+    let mut open = bpf::prepare(filter, args.stack_capacity())?;
     let cpus = libbpf_rs::num_possible_cpus().context("failed to count the CPUs")?;
     let options = open.options()?;
     options.min_size = args.min_size;

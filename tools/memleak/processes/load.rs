@@ -156,7 +156,7 @@ fn open<'target>(
     target: &'target Targets,
     args: &Args,
 ) -> Result<Prepared<'target>> {
-    let mut open = bpf::prepare(&target.filter, args.stack_room(), args.unwind)?;
+    let mut open = bpf::prepare(&target.filter, args.stack_capacity(), args.unwind)?;
     let wants_cgroups = args.containers.wanted(args.json);
     let with_cgroups = container::prepare(wants_cgroups, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;

@@ -126,7 +126,7 @@ impl LoadedFiles {
         if target.is_named(pid) {
             objects::expect_no_translator(&process, names)?;
         } else if translator::find_in(&mut names).is_some() {
-            // If the translator reads a file that is probed, the trace is about to end: read_by().
+            // If the translator reads a file that is probed, the trace is about to end: find_translator_conflict().
             return Ok(());
         }
         let probed_in = target.probed_in(pid);

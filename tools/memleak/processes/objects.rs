@@ -25,15 +25,12 @@ pub(crate) struct SearchedFiles {
 
 /// Finds the allocators of a running process, in every file that it executes code from.
 pub(crate) fn of_process(process: &Process, args: &Args) -> Result<SearchedFiles> {
-    let CodeFiles {
-        files,
-        errors: refused,
-    } = process.code_files()?;
+    let CodeFiles { files, errors } = process.code_files()?;
     expect_no_translator(process, files.iter().map(MappedFile::name))?;
-    for error in &refused {
+    for error in &errors {
         warn_once(&format!("{error:#}"));
     }
-    match refused.into_iter().next() {
+    match errors.into_iter().next() {
         Some(error) if files.is_empty() => Err(error),
         _ => choose(files, args),
     }

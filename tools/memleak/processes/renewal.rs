@@ -91,7 +91,7 @@ impl Processes<'_> {
         })?;
         let regions = self.regions.values().flat_map(Regions::iter);
         stacks.extend(regions.map(|region| region.stack));
-        stacks.extend(self.mapped.keys().map(|path| path.stack));
+        stacks.extend(self.mapped.keys().map(|key| key.stack));
         Ok(stacks)
     }
 }

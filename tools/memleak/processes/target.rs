@@ -74,7 +74,7 @@ impl Targets {
             let line = CommandLine::parse(line)?;
             let found = objects::of_command(line.program(), args)?;
             let command = line.start()?;
-            privileges::drop_unneeded(&FOR_UPROBES)?;
+            privileges::keep_tracing_and(&FOR_UPROBES)?;
             let process = Process::open(command.pid())?;
             return Self::new(
                 vec![TracedProcess::new(process, found)],
@@ -82,7 +82,7 @@ impl Targets {
                 args,
             );
         }
-        privileges::drop_unneeded(&FOR_UPROBES)?;
+        privileges::keep_tracing_and(&FOR_UPROBES)?;
         if args.pid.is_empty() {
             return Self::new(matching(args)?, None, args);
         }

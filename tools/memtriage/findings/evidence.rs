@@ -9,7 +9,7 @@ use crate::screen::size;
 use crate::snapshot::{self, OneShotData, Snapshot};
 use crate::who::Culprit;
 
-/// Evidence for the rules: two looks, and the surroundings.
+/// Evidence for the rules: two looks, and data that need no second one.
 pub(crate) struct Evidence<'a> {
     pub(crate) before: &'a Snapshot,
     pub(crate) now: &'a Snapshot,

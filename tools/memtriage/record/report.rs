@@ -80,7 +80,7 @@ impl KillReport {
                 .map(|(usage, growth)| ProcessRow::new(usage, *growth, container))
                 .collect(),
             traced: profiles
-                .map(|(question, outcome)| ToolResult::target(RULES, question, outcome, container))
+                .map(|(question, outcome)| ToolResult::new(RULES, question, outcome, container))
                 .collect(),
             schema: SCHEMA,
         }

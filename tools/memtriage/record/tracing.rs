@@ -298,7 +298,7 @@ impl Processes {
 
 /// Returns the command line for a process: memleak, with as much sampling as keeps its cost low; or faults, for a
 /// process without an allocator that memleak knows.
-fn question(pid: u32, of: ToolTarget, is_fallback: bool) -> ToolSpec {
+fn question(pid: u32, target: ToolTarget, is_fallback: bool) -> ToolSpec {
     let pid = pid.to_string();
     let words = |words: &[&str]| words.iter().map(ToString::to_string).collect();
     if is_fallback {
@@ -307,7 +307,7 @@ fn question(pid: u32, of: ToolTarget, is_fallback: bool) -> ToolSpec {
             // With an interval, each profile would cover that interval alone.
             args: words(&["--bytes", "-p", &pid]),
             value: ("space", Unit::Bytes),
-            target: of,
+            target,
         };
     }
     let sampled = ["--max-overhead", "2%", "--mem-limit", "128M", PROFILE];
@@ -315,7 +315,7 @@ fn question(pid: u32, of: ToolTarget, is_fallback: bool) -> ToolSpec {
         tool: "memleak",
         args: words(&[&["-p", &pid], &sampled[..]].concat()),
         value: ("inuse_space", Unit::Bytes),
-        target: of,
+        target,
     }
 }
 
