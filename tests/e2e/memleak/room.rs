@@ -202,7 +202,9 @@ fn blocks_that_do_not_fit_are_counted() -> Result<()> {
 }
 
 fn more_blocks_than_memory_are_refused() -> Result<()> {
-    let args = ["-c", "true", "--max-allocs", "1000003", "--mem-limit", "1M"];
+    let command = harness::workload("alloc").display().to_string();
+    let limits = ["--max-allocs", "1000003", "--mem-limit", "1M"];
+    let args = [&["-c", &command][..], &limits].concat();
     harness::expect_refusal("memleak", &args, 2, "lower --max-allocs")
 }
 
