@@ -3,14 +3,14 @@
 use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::fs;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::bpf::kernel_support;
@@ -134,9 +134,13 @@ impl Process {
     /// If the process has exited: the message names it.
     pub fn expect_running(&self) -> Result<()> {
         if self.exited() {
-            bail!("process {} ({}) has exited", self.pid, self.comm());
+            return Err(self.has_exited());
         }
         Ok(())
+    }
+
+    fn has_exited(&self) -> anyhow::Error {
+        anyhow!("process {} ({}) has exited", self.pid, self.comm())
     }
 
     /// Fails unless the process runs a program; the message says what it is instead.
@@ -162,10 +166,14 @@ impl Process {
     pub fn expect_native_program(&self) -> Result<()> {
         let pid = self.pid;
         self.check_user_process()?;
-        let exe = mapped_file::open_regular(&self.file("exe")).with_context(|| {
-            let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
-            format!("failed to open the program of process {pid}{remedy}")
-        })?;
+        let exe = match mapped_file::open_regular(&self.file("exe")) {
+            // An exiting process loses its memory, and with it the program, some time before its pidfd is readable.
+            Err(error) if error.kind() == ErrorKind::NotFound => return Err(self.has_exited()),
+            exe => exe.with_context(|| {
+                let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
+                format!("failed to open the program of process {pid}{remedy}")
+            })?,
+        };
         if !elf::is_native(&exe)? {
             bail!(
                 "process {pid} ({}) is not an x86-64 program: only 64-bit programs of this \
@@ -226,8 +234,7 @@ impl Process {
             match MappedFile::open(self.pid, &mapping) {
                 Ok(file) => found.files.push(file),
                 Err(error)
-                    if [io::ErrorKind::NotFound, io::ErrorKind::InvalidInput]
-                        .contains(&error.kind()) => {}
+                    if [ErrorKind::NotFound, ErrorKind::InvalidInput].contains(&error.kind()) => {}
                 Err(error) => {
                     let name = text::escape_bytes(mapping.path.as_os_str().as_bytes());
                     let error = anyhow::Error::new(error).context(format!(
