@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
  * Fill levels of the tables that user space empties, or replaces by larger ones, while programs add
- * to them (src/bpf/fill_level.rs). Such a table starts small. When it is filled to a threshold, user
- * space is asked once to make space; entries that are added meanwhile use the rest of the table.
+ * to them (src/bpf/fill_level.rs). Such a table starts small. When it is filled to a threshold,
+ * user space is asked once to make space; entries that are added meanwhile use the rest of the
+ * table.
  */
 #ifndef MEMTOOLS_ROOM_BPF_H
 #define MEMTOOLS_ROOM_BPF_H
