@@ -28,7 +28,7 @@ pub(crate) fn highest_ranked(cgroup: Option<&str>, victim: u32) -> Vec<Candidate
         .unwrap_or_default()
         .into_iter()
         .filter(|&pid: &u32| pid != victim)
-        .filter(|pid| cgroup.is_none_or(|cgroup| runs_in(*pid, cgroup)))
+        .filter(|&pid| cgroup.is_none_or(|cgroup| runs_in(pid, cgroup)))
         .filter_map(look_at)
         .collect();
     candidates.sort_by_key(|candidate| (-candidate.oom_score, candidate.pid));
@@ -62,15 +62,7 @@ fn rss_kb(status: &str) -> Option<u64> {
 }
 
 fn runs_in(pid: u32, cgroup: &str) -> bool {
-    let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    names_cgroup(&groups, cgroup)
-}
-
-/// Whether the line for cgroup version 2 names this cgroup or one below it.
-fn names_cgroup(groups: &str, cgroup: &str) -> bool {
-    let mut lines = groups.lines();
-    let own = lines.find_map(|line| line.strip_prefix("0::"));
-    own.is_some_and(|own| cgroup::is_in(own, cgroup))
+    cgroup::of_process(pid).is_some_and(|own| cgroup::is_in(&own, cgroup))
 }
 
 #[cfg(test)]
@@ -78,11 +70,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_line_for_version_2_names_the_cgroup() {
-        let groups = "4:memory:/x\n0::/a/b\n";
-        assert!(names_cgroup(groups, "/a"));
-        assert!(!names_cgroup(groups, "/x"));
-        assert!(!names_cgroup("4:memory:/a\n", "/a"));
+    fn a_process_runs_in_its_cgroup_and_those_above() {
+        let own = std::process::id();
+        let cgroup = cgroup::of_process(own).expect("a cgroup");
+        assert!(runs_in(own, &cgroup) && runs_in(own, "/"));
+        assert!(!runs_in(own, "/no such cgroup"));
+        assert!(!runs_in(u32::MAX, "/"));
     }
 
     #[test]
