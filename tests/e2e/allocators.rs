@@ -61,12 +61,7 @@ impl Report {
     /// Interrupts `tool`, and returns its report of all blocks of all ages.
     fn of(tool: Tool) -> Result<Self> {
         let ended = tool.interrupt()?;
-        ensure!(ended.status.success(), "{ended:?}");
-        let rows = ended
-            .stdout
-            .lines()
-            .map(|line| serde_json::from_str(line).with_context(|| line.to_owned()));
-        let mut rows: Vec<Value> = rows.collect::<Result<_>>()?;
+        let mut rows = ended.objects()?;
         ensure!(!rows.is_empty(), "no report");
         let head = rows.remove(0);
         rows.retain(|row| row["type"] == "stack");

@@ -170,9 +170,8 @@ fn each_event_has_its_own_stack() -> Result<()> {
         let user = options[0].contains('U');
         let kernel = options[0].contains('K');
         let (ended, _) = trace(&[&["--events", "-j"], options].concat())?;
-        let calls = ended.stdout.lines().filter(is_call);
-        let calls = calls.map(serde_json::from_str::<Value>);
-        let calls: Vec<Value> = calls.collect::<Result<_, _>>()?;
+        let mut calls = ended.objects()?;
+        calls.retain(|object| object["type"] == "call");
         ensure!(calls.len() == 35, "{ended:?}");
         for (call, function) in calls.iter().zip(&expected) {
             let frames = &call["user_frames"];

@@ -175,8 +175,7 @@ fn page_tables_of_a_process() -> Result<()> {
     sum_by(&who_takes_more(&mut cause)?, "__pte_alloc_[k]")?;
     ensure!(finding["next"] == "faults --by-process -d 10", "{finding}");
     let ended = harness::run("faults", &["--by-process", "-j", "-d", "2"])?;
-    let counts = ended.stdout.lines().map(serde_json::from_str::<Value>);
-    let counts = counts.collect::<Result<Vec<_>, _>>()?;
+    let counts = ended.objects()?;
     let most = counts.iter().max_by_key(|row| row["faults"].as_u64());
     ensure!(most.is_some_and(|row| row["comm"] == "cause"), "{ended:?}");
     Ok(())

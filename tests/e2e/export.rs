@@ -460,8 +460,7 @@ fn mappings_have_both_numbers() -> Result<()> {
         &options,
         &files,
     )?;
-    let rows = ended.stdout.lines().map(serde_json::from_str::<Value>);
-    let rows: Vec<Value> = rows.collect::<Result<_, _>>()?;
+    let rows = ended.objects()?;
     let mapped = rows.into_iter().filter(|row| row["call"] == "mmap");
     let mapped: Vec<Value> = mapped.filter(|row| row["error"].is_null()).collect();
     ensure!(

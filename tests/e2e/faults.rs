@@ -9,7 +9,6 @@ use anyhow::{Context, Result, ensure};
 use libbpf_rs::query::MapInfoIter;
 use libbpf_rs::{MapCore, MapHandle, MapType};
 use libtest_mimic::Trial;
-use serde_json::Value;
 
 use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 use crate::pressure::Setting;
@@ -282,11 +281,7 @@ fn any_number_of_stacks_is_counted() -> Result<()> {
 
 fn json_agrees() -> Result<()> {
     let (ended, _) = trace("minor", &[PAGES], &["-j"])?;
-    let rows: Vec<Value> = ended
-        .stdout
-        .lines()
-        .map(serde_json::from_str)
-        .collect::<Result<_, _>>()?;
+    let rows = ended.objects()?;
     let counts = rows
         .iter()
         .filter(|row| row["type"] == "stack")

@@ -1,12 +1,10 @@
 //! ffaults against workloads that fault known numbers of times on known files.
 
-use std::collections::HashMap;
 use std::env;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use serde_json::Value;
 
 use crate::harness::{self, Tool, ToolOutput, Workload};
 use crate::pressure::{folder_on_disk, shell};
@@ -295,11 +293,7 @@ fn intervals_add_up() -> Result<()> {
 
 fn json_agrees() -> Result<()> {
     let ended = trace("minor", &[PAGES], &["-j"])?;
-    let rows: Vec<HashMap<String, Value>> = ended
-        .stdout
-        .lines()
-        .map(serde_json::from_str)
-        .collect::<Result<_, _>>()?;
+    let rows = ended.objects()?;
     ensure!(rows.len() == 1, "{}", ended.stdout);
     ensure!(
         rows[0]["file"] == "[anon]" && rows[0]["faults"] == 1009,

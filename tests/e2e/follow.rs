@@ -11,7 +11,6 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde_json::Value;
 
 use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 
@@ -53,8 +52,7 @@ fn children_of_children_are_traced_and_no_others() -> Result<()> {
     ensure!(ended.status.success(), "{ended:?}");
 
     let mut counted = BTreeSet::new();
-    for line in ended.stdout.lines().filter(|line| line.starts_with('{')) {
-        let row: Value = serde_json::from_str(line)?;
+    for row in ended.objects_among_lines()? {
         // Before exec, the process has our tool's name.
         if row["comm"] == "forktree" {
             ensure!(row["faults"].as_u64() >= Some(11), "{row}");

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::harness::{self, Mounted, Need, Tool, ToolOutput, Workload, workload};
 use crate::pressure::{Group, Setting};
@@ -415,9 +415,8 @@ fn a_command_is_traced_to_its_end() -> Result<()> {
     let command = format!("'{}' 7", harness::workload("huge").display());
     let ended = harness::run("hfaults", &["-j", "-c", &command])?;
     ensure!(ended.status.success(), "{ended:?}");
-    // The command's own output is there, too.
-    let row = ended.stdout.lines().find(|line| line.starts_with('{'));
-    let row: Value = serde_json::from_str(row.context("no row")?)?;
+    let rows = ended.objects_among_lines()?;
+    let row = rows.first().context("no row")?;
     ensure!(row["count"] == 7 && row["comm"] == "huge", "{ended:?}");
     Ok(())
 }

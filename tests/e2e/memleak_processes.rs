@@ -263,8 +263,8 @@ fn a_vforked_child_shares_its_parents_blocks() -> Result<()> {
         tool.wait_for_stderr(READY)?;
         workload.work()?;
         let ended = tool.interrupt()?;
-        let head = ended.stdout.lines().next().context("no report")?;
-        let head: serde_json::Value = serde_json::from_str(head)?;
+        let objects = ended.objects()?;
+        let head = objects.first().context("no report")?;
         ensure!(head["double_frees"].as_u64().unwrap_or(0) == 0, "{head}");
         if children.is_empty() {
             continue;

@@ -49,8 +49,7 @@ pub(crate) fn triage(args: &[&str]) -> Result<(Vec<Value>, ToolOutput)> {
 /// Runs memtriage on a process or a cgroup. Returns the same as [`triage`].
 pub(crate) fn triage_of(args: &[&str]) -> Result<(Vec<Value>, ToolOutput)> {
     let ended = harness::run("memtriage", &[&["-j"], args].concat())?;
-    let lines = ended.stdout.lines();
-    let objects = lines.map(serde_json::from_str).collect::<Result<_, _>>();
+    let objects = ended.objects_among_lines();
     Ok((objects.with_context(|| format!("{ended:?}"))?, ended))
 }
 
@@ -268,11 +267,7 @@ fn what_grows_is_shown() -> Result<()> {
         }
     }
     let ended = tool.interrupt()?;
-    let objects: Vec<Value> = ended
-        .stdout
-        .lines()
-        .map(serde_json::from_str)
-        .collect::<Result<_, _>>()?;
+    let objects = ended.objects_among_lines()?;
     let growing = of_type(&objects, "growing").into_iter();
     let pid: u32 = workload.pid().parse()?;
     let own = growing.filter(|row| row["pid"] == pid);

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use crate::harness::{self, Tool, Workload, tool, workload};
+use crate::harness::{self, Tool, ToolOutput, Workload, tool, workload};
 use crate::pressure::Group;
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -61,13 +61,10 @@ fn grow(group: &Group, program: &str, most: &str) -> Result<Workload> {
 }
 
 /// Returns the printed objects of this type.
-fn printed(stdout: &str, kind: &str) -> Result<Vec<Value>> {
-    let objects = stdout.lines().map(serde_json::from_str::<Value>);
-    let objects: Vec<Value> = objects.collect::<Result<_, _>>()?;
-    Ok(objects
-        .into_iter()
-        .filter(|object| object["type"] == kind)
-        .collect())
+fn printed(ended: &ToolOutput, kind: &str) -> Result<Vec<Value>> {
+    let mut objects = ended.objects_among_lines()?;
+    objects.retain(|object| object["type"] == kind);
+    Ok(objects)
 }
 
 /// Stops a growing process until a tool of this recorder has attached to it. On a busy machine, the process would
@@ -121,19 +118,19 @@ fn report_of(program: &str, tool: &str, late: Option<Duration>) -> Result<(Value
     let ended = recorder.interrupt()?;
     ensure!(ended.status.code() == Some(3), "{ended:?}");
 
-    let armed = printed(&ended.stdout, "armed")?;
+    let armed = printed(&ended, "armed")?;
     let cgroup = format!("/{container}");
     ensure!(
         armed.len() == 1 && armed[0]["cgroup"] == *cgroup,
         "{ended:?}"
     );
-    let recorded = printed(&ended.stdout, "recorded")?;
+    let recorded = printed(&ended, "recorded")?;
     ensure!(
         recorded.len() == 1 && recorded[0]["pid"] == pid,
         "{ended:?}"
     );
-    ensure!(printed(&ended.stdout, "missed")?.is_empty(), "{ended:?}");
-    let traced = printed(&ended.stdout, "tracing")?;
+    ensure!(printed(&ended, "missed")?.is_empty(), "{ended:?}");
+    let traced = printed(&ended, "tracing")?;
     for row in recorded
         .iter()
         .chain(traced.iter().filter(|row| row["pid"] == pid))
@@ -231,7 +228,7 @@ fn a_kill_that_came_too_early_is_told() -> Result<()> {
     crate::oomkill::kill(&mut hog)?;
     recorder.wait_for_output("\"type\":\"missed\"")?;
     let ended = recorder.interrupt()?;
-    let missed = printed(&ended.stdout, "missed")?;
+    let missed = printed(&ended, "missed")?;
     ensure!(
         missed.iter().any(|missed| missed["kills"] == 1),
         "{ended:?}"

@@ -206,11 +206,8 @@ fn a_command_is_traced() -> Result<()> {
     for way in WAYS {
         let ended = start(way, &["-j", "-c", &command, "60"])?.wait()?;
         ensure!(ended.status.code() == Some(7), "{way}: {ended:?}");
-        // The command's own output is there, too.
-        let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
-        let mut pages = lines
-            .map(|line| Ok(serde_json::from_str::<Value>(line)?["pages_in"].as_u64()))
-            .collect::<Result<Vec<_>>>()?;
+        let rows = ended.objects_among_lines()?;
+        let mut pages: Vec<_> = rows.iter().map(|row| row["pages_in"].as_u64()).collect();
         pages.sort_unstable();
         ensure!(pages == [Some(499), Some(997)], "{way}: {ended:?}");
     }

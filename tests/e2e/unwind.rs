@@ -66,8 +66,7 @@ impl Report {
             stacks: Vec::new(),
             unwinding: Value::Null,
         };
-        for line in ended.stdout.lines().filter(|line| line.starts_with('{')) {
-            let row: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
+        for row in ended.objects_among_lines()? {
             match row["type"].as_str() {
                 Some("stack" | "reclaim" | "kill") => report.stacks.push(Entry::read(&row)?),
                 Some("unwinding") => report.unwinding = row,
@@ -463,8 +462,7 @@ fn deep_recursion_is_cut() -> Result<()> {
     let own = own_stack(&program.work()?)?;
     let ended = tool.interrupt()?;
     ensure!(ended.stderr.contains("lost"), "{}", ended.stderr);
-    let rows = ended.stdout.lines().filter(|line| line.starts_with('{'));
-    let rows: Vec<Value> = rows.map(serde_json::from_str).collect::<Result<_, _>>()?;
+    let rows = ended.objects_among_lines()?;
     let stack = rows.iter().find(|row| row["type"] == "stack");
     let entry = Entry::read(stack.context("no stack")?)?;
     ensure!(own.len() > 300 && entry.count == COUNT, "{entry:?}");

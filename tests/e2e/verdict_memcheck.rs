@@ -40,14 +40,9 @@ fn at_exit(workload: &str, args: &[&str]) -> Result<ToolOutput> {
 }
 
 fn row(ended: &ToolOutput, kind: &str) -> Result<Value> {
-    let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
-    for line in lines {
-        let row = harness::object(line)?;
-        if row["type"] == kind {
-            return Ok(row);
-        }
-    }
-    anyhow::bail!("no {kind}: {ended:?}")
+    let mut rows = ended.objects_among_lines()?.into_iter();
+    let row = rows.find(|row| row["type"] == kind);
+    row.with_context(|| format!("no {kind}: {ended:?}"))
 }
 
 /// Runs a workload under valgrind. Returns bytes and blocks of each class.
@@ -222,8 +217,7 @@ fn bad_suppressions_are_refused() -> Result<()> {
 
 fn a_function_is_asked_for() -> Result<()> {
     let ended = at_exit("forget", &["--why", "remember", "--why", "lose_list"])?;
-    let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
-    let rows: Vec<_> = lines.map(harness::object).collect::<Result<_>>()?;
+    let rows = ended.objects_among_lines()?;
     let whys: Vec<_> = rows.iter().filter(|row| row["type"] == "why").collect();
     ensure!(whys.len() == 2, "{rows:?}");
     ensure!(

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use nix::sys::signal::Signal;
-use serde_json::Value;
 
 use super::{CALLS, READY, by_leaf, trace};
 use crate::harness::{self, Tool, Workload};
@@ -58,8 +57,7 @@ fn text_is_stackcounts() -> Result<()> {
 fn stackcounts_options_mean_the_same() -> Result<()> {
     let (json, _) = trace(&["-j"])?;
     let mut expected = Vec::new();
-    for line in json.stdout.lines() {
-        let object: Value = serde_json::from_str(line)?;
+    for object in json.objects()? {
         for frame in object["user_frames"].as_array().into_iter().flatten() {
             let symbol = frame["symbol"].as_str().context("no symbol")?;
             let offset = frame["offset"].as_u64().context("no offset")?;
@@ -155,11 +153,7 @@ fn a_count_ends_it() -> Result<()> {
 
 fn json_agrees() -> Result<()> {
     let (ended, facts) = trace(&["-j", "--bytes"])?;
-    let rows: Vec<Value> = ended
-        .stdout
-        .lines()
-        .map(serde_json::from_str)
-        .collect::<Result<_, _>>()?;
+    let rows = ended.objects()?;
     ensure!(
         rows.len() == 3 && rows[2]["type"] == "unwinding",
         "{}",

@@ -65,10 +65,7 @@ fn json_agrees_with_text() -> Result<()> {
         &["leak", "31", "4093"],
         &["-o", "0", "-T", "1000", "60"],
     )?;
-    let mut rows = Vec::new();
-    for line in json.stdout.lines() {
-        rows.push(serde_json::from_str::<Value>(line).with_context(|| line.to_owned())?);
-    }
+    let mut rows = json.objects()?;
     let unwinding = rows.pop().context("no rows")?;
     ensure!(
         unwinding["type"] == "unwinding" && unwinding["complete"] == unwinding["stacks"],

@@ -78,8 +78,7 @@ fn tens_of_thousands_of_stacks() -> Result<()> {
     ];
     let ended = trace("alloc", &["stacks", &count.to_string()], &args)?;
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
-    let rows = ended.stdout.lines().map(serde_json::from_str);
-    let rows: Vec<serde_json::Value> = rows.collect::<Result<_, _>>()?;
+    let rows = ended.objects()?;
     ensure!(rows[0]["stacks"] == count, "{}", rows[0]);
     let mut different = HashSet::new();
     for row in rows.iter().filter(|row| row["type"] == "stack") {
@@ -126,8 +125,7 @@ fn stacks_of_what_is_gone_make_room() -> Result<()> {
     }
     let ended = tool.interrupt()?;
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
-    let rows = ended.stdout.lines().map(serde_json::from_str);
-    let rows: Vec<serde_json::Value> = rows.collect::<Result<_, _>>()?;
+    let rows = ended.objects()?;
     ensure!(rows[0]["stacks"] == ROUNDS, "{}", rows[0]);
     let mut different = HashSet::new();
     for row in rows.iter().filter(|row| row["type"] == "stack") {
@@ -217,8 +215,8 @@ fn events_that_do_not_fit_are_counted() -> Result<()> {
     workload.work()?;
     tool.signal(Signal::SIGCONT)?;
     let ended = tool.interrupt()?;
-    let head = ended.stdout.lines().next().context("no report")?;
-    let head: serde_json::Value = serde_json::from_str(head)?;
+    let objects = ended.objects()?;
+    let head = objects.first().context("no report")?;
     let lost = head["lost"]["events"]
         .as_u64()
         .context("no count of lost events")?;

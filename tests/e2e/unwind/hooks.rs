@@ -6,7 +6,6 @@ use std::os::unix::process::ExitStatusExt;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use serde_json::Value;
 
 use super::{COUNT, Entry, Report, complete, live, own_stack, trace, trace_malloc};
 use crate::harness::{self, Tool, Workload, workload};
@@ -76,8 +75,7 @@ fn a_mapping() -> Result<()> {
     let expected = "leaf_mmap compare through_qsort with_alloca with_large_frame with_aligned_frame \
                     with_busy_registers chain main _start";
     let mut calls = 0;
-    for line in ended.stdout.lines() {
-        let row: Value = serde_json::from_str(line)?;
+    for row in ended.objects()? {
         let Some(frames) = row["user_frames"].as_array() else {
             continue;
         };
