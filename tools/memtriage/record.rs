@@ -89,7 +89,7 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
 /// State from one look to the next.
 struct Recorder {
     /// The mark from which on processes are traced, in percent.
-    above: f64,
+    mark_percent: f64,
     /// Whether text shows the container of a process.
     container: bool,
     reports: ReportFolder,
@@ -105,7 +105,7 @@ struct Recorder {
 impl Recorder {
     fn new(options: &Options<'_>) -> Result<Self> {
         Ok(Self {
-            above: options.mark_percent,
+            mark_percent: options.mark_percent,
             reports: ReportFolder::into(prepared(options.folder)?, options.keep, options.container),
             container: options.container,
             history: History::default(),
@@ -128,7 +128,7 @@ impl Recorder {
         if self.tracing.is_some() {
             self.report(output)?;
             self.disarm_if_calm(start, &sight, percent, output)?;
-        } else if percent >= self.above {
+        } else if percent >= self.mark_percent {
             self.arm(place, percent, output)?;
         }
         if self.tracing.is_none()
@@ -137,7 +137,7 @@ impl Recorder {
             output.row(&missed)?;
         }
         let pause = match (&self.tracing, &self.before) {
-            (None, Some(before)) => rest(cost, sight.until(self.above, before)),
+            (None, Some(before)) => rest(cost, sight.until(self.mark_percent, before)),
             // The growth is not known yet.
             (None, None) | (Some(_), _) => LOOK,
         };
@@ -167,7 +167,7 @@ impl Recorder {
         let batch = tracing.kills();
         self.unseen.mark_reported(batch.processes());
         for kill in batch.kills {
-            let report = KillReport::of(kill, self.above, &self.history, tracing);
+            let report = KillReport::of(kill, self.mark_percent, &self.history, tracing);
             // A disk that is full now may have space for the next report.
             match self.reports.write(&report) {
                 Ok(recorded) => output.row(&recorded)?,
@@ -189,7 +189,7 @@ impl Recorder {
         percent: f64,
         output: &mut Output,
     ) -> Result<()> {
-        let is_calm = percent < self.above - BELOW;
+        let is_calm = percent < self.mark_percent - BELOW;
         self.calm_since = is_calm.then(|| self.calm_since.unwrap_or(start));
         // A kill that oomkill reports after the tracing leaves no report.
         let wait = if self.unseen.awaits(sight.kills()) {

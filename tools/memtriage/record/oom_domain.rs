@@ -102,7 +102,7 @@ impl MemorySnapshot {
 
     /// Predicts the time until this mark, in percent, is passed at any place, if all places grow on as they have
     /// since the look before. None if nothing grows. A cgroup that is new since then has grown from 0.
-    pub(crate) fn until(&self, above: f64, before: &Self) -> Option<Duration> {
+    pub(crate) fn until(&self, mark_percent: f64, before: &Self) -> Option<Duration> {
         let seconds = (self.at - before.at).as_secs_f64().max(f64::EPSILON);
         let old = before.groups.iter();
         let old: HashMap<&Path, f64> = old.map(|one| (&*one.folder, one.percent())).collect();
@@ -112,8 +112,9 @@ impl MemorySnapshot {
         });
         let places = groups.chain([(self.machine_percent, before.machine_percent)]);
         let growing = places.filter(|(percent, before)| percent > before);
-        let left = growing
-            .map(|(percent, before)| (above - percent).max(0.0) * seconds / (percent - before));
+        let left = growing.map(|(percent, before)| {
+            (mark_percent - percent).max(0.0) * seconds / (percent - before)
+        });
         let soonest = left.reduce(f64::min)?;
         // Years are as good as never.
         Duration::try_from_secs_f64(soonest).ok()
@@ -281,8 +282,8 @@ mod tests {
         let mut now = sight(0, 61.0, &[group("a", 400), group("b", 300)], "");
         now.at = start.at + Duration::from_secs(2);
         // The machine grows by 0.5 % a second, /a from 10 % to 30 % in two, and /b not at all.
-        let seconds = |above| {
-            now.until(above, &start)
+        let seconds = |mark| {
+            now.until(mark, &start)
                 .map(|left| left.as_secs_f64().round())
         };
         assert_eq!(seconds(80.0), Some(5.0));

@@ -32,7 +32,7 @@ const RULES: &[&str] = &["growing"];
 pub(crate) struct KillReport {
     time: Zoned,
     kill: ReportedKill,
-    above: f64,
+    mark_percent: f64,
     place: OomDomain,
     moments: Vec<Moment>,
     processes: Vec<(ProcessUsage, i64)>,
@@ -44,13 +44,13 @@ impl KillReport {
     /// `tracing`.
     pub(crate) fn of(
         kill: ReportedKill,
-        above: f64,
+        mark_percent: f64,
         history: &History,
         tracing: &mut Tracing,
     ) -> Self {
         Self {
             time: clock::now(),
-            above,
+            mark_percent,
             place: tracing.place().clone(),
             moments: history.moments().cloned().collect(),
             processes: tracing.largest(kill.pid),
@@ -73,7 +73,7 @@ impl KillReport {
             kill: &self.kill.object,
             cgroup_info: self.cgroup_info(),
             container,
-            mark_percent: self.above,
+            mark_percent: self.mark_percent,
             place: &self.place,
             moments: &self.moments,
             processes: processes
