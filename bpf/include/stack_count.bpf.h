@@ -48,7 +48,7 @@ static __noinline struct stack_count *stack_count_of(const struct stack_count_ke
 		return count;
 	count = value_of(map, key, (const void *)&no_count);
 	if (count)
-		room_take(ROOM_COUNTS);
+		count_table_entry(TABLE_COUNTS);
 	else
 		count_loss(entries);
 	return count;

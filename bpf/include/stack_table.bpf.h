@@ -23,7 +23,7 @@
 #ifndef MEMTOOLS_STACK_TABLE_BPF_H
 #define MEMTOOLS_STACK_TABLE_BPF_H
 
-#include "room.bpf.h"
+#include "fill_level.bpf.h"
 
 enum stack_layout {
 	STACK_ENTRY_FRAMES = 128, /* frames of one entry: a power of two */
@@ -226,7 +226,7 @@ static __always_inline int stack_store(void *map, struct stack *stack, __u64 id)
 {
 	if (bpf_map_update_elem(map ?: &stacks, &id, stack, BPF_ANY))
 		return 0;
-	room_take(ROOM_STACKS);
+	count_table_entry(TABLE_STACKS);
 	return 1;
 }
 

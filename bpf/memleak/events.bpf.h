@@ -52,9 +52,9 @@ static __always_inline int emit(__u32 kind, __u64 address, __u64 size, __u64 sta
 	return emit_sampled(kind, address, size, stack, 0);
 }
 
-static int ask_for_room(void)
+static int request_overflow(void)
 {
-	return emit(EVENT_CROWDED, 0, 0, 0);
+	return emit(EVENT_OVERFLOW_FULL, 0, 0, 0);
 }
 
 #endif /* MEMTOOLS_MEMLEAK_EVENTS_BPF_H */

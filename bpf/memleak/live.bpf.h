@@ -106,11 +106,11 @@ __u64 overflow_blocks;
  * Number of blocks at which user space is asked for the next map, once; from then on it checks by
  * itself.
  */
-const volatile __u64 overflow_crowded = ~0ULL;
-__u8 asked_for_room;
+const volatile __u64 overflow_threshold = ~0ULL;
+__u8 requested_overflow;
 
 /* Asks user space for the next overflow map. */
-static int ask_for_room(void);
+static int request_overflow(void);
 
 static __always_inline struct block_bucket *bucket_of(__u64 address, __u64 pid, __u32 choice)
 {
@@ -206,9 +206,9 @@ static __noinline int overflow_put(__u32 pid, __u64 address, __u64 size, __u64 s
 		return 0;
 	}
 	__sync_fetch_and_add(&overflow_blocks, 1);
-	if (overflow_blocks >= overflow_crowded && !asked_for_room) {
-		asked_for_room = 1;
-		ask_for_room();
+	if (overflow_blocks >= overflow_threshold && !requested_overflow) {
+		requested_overflow = 1;
+		request_overflow();
 	}
 	return 1;
 }

@@ -64,15 +64,15 @@ EXPORT_TYPE(enum signature_shift);
 #define BESIDE_FREE 4096ULL
 
 enum event_kind {
-	EVENT_MAP,	    /* [address, address + size) was mapped by the caller in `stack` */
-	EVENT_MAP_IGNORED,  /* as EVENT_MAP, but the options exclude it */
-	EVENT_UNMAP,	    /* [address, address + size) is about to be unmapped */
-	EVENT_UNMAP_FAILED, /* the last EVENT_UNMAP of this thread did not happen */
-	EVENT_EXEC,	    /* the process has called exec; its number of execs is in `size` */
-	EVENT_EXIT,	    /* the last thread of the process has ended */
-	EVENT_FREED_TWICE,  /* the address was freed and not allocated since */
-	EVENT_CROWDED,	    /* live blocks need another map soon */
-	EVENT_ALLOC_ENTER,  /* --trace only, as the next two */
+	EVENT_MAP,	     /* [address, address + size) was mapped by the caller in `stack` */
+	EVENT_MAP_IGNORED,   /* as EVENT_MAP, but the options exclude it */
+	EVENT_UNMAP,	     /* [address, address + size) is about to be unmapped */
+	EVENT_UNMAP_FAILED,  /* the last EVENT_UNMAP of this thread did not happen */
+	EVENT_EXEC,	     /* the process has called exec; its number of execs is in `size` */
+	EVENT_EXIT,	     /* the last thread of the process has ended */
+	EVENT_FREED_TWICE,   /* the address was freed and not allocated since */
+	EVENT_OVERFLOW_FULL, /* live blocks need another map soon */
+	EVENT_ALLOC_ENTER,   /* --trace only, as the next two */
 	EVENT_ALLOC_EXIT,
 	EVENT_FREE_ENTER,
 };

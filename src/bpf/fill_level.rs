@@ -1,5 +1,5 @@
 //! Fill levels of the tables that BPF programs add to, and when the programs ask for a larger table
-//! (`bpf/include/room.bpf.h`).
+//! (`bpf/include/fill_level.bpf.h`).
 
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use libbpf_rs::MapCore;
 
 use crate::bpf::map_mmap::MappedArray;
-use crate::bpf::types::{room, room_of};
+use crate::bpf::types::{fill_level, table_id};
 
 /// A table that filled within this time is replaced by a larger one.
 const FAST: Duration = Duration::from_millis(500);
@@ -26,27 +26,28 @@ pub enum Table {
 /// Fill level of one table, shared by BPF programs and user space.
 #[derive(Debug)]
 pub struct FillLevel {
-    rooms: MappedArray,
+    fill_levels: MappedArray,
     index: usize,
 }
 
 impl FillLevel {
-    /// Opens the fill level of a table; `rooms` is the skeleton's map.
+    /// Opens the fill level of a table; `fill_levels` is the skeleton's map.
     ///
     /// # Errors
     /// If the map cannot be mapped, or has no entry for this table.
-    pub fn new(rooms: &impl MapCore, table: Table) -> Result<Self> {
+    pub fn new(fill_levels: &impl MapCore, table: Table) -> Result<Self> {
         let index = match table {
-            Table::Stacks => room_of::ROOM_STACKS,
-            Table::Counts => room_of::ROOM_COUNTS,
+            Table::Stacks => table_id::TABLE_STACKS,
+            Table::Counts => table_id::TABLE_COUNTS,
         };
-        let room = Self {
-            rooms: MappedArray::new(rooms).context("failed to see how full the tables are")?,
+        let level = Self {
+            fill_levels: MappedArray::new(fill_levels)
+                .context("failed to see how full the tables are")?,
             index: index.0 as usize,
         };
         // The last word of the entry: if it exists, the other two do.
-        room.word(offset_of!(room, asked))?;
-        Ok(room)
+        level.word(offset_of!(fill_level, is_requested))?;
+        Ok(level)
     }
 
     /// Returns the number of entries in the table: those that [`FillLevel::reset`] was given, and those that programs
@@ -55,7 +56,9 @@ impl FillLevel {
     /// # Errors
     /// If the map has no entry for this table.
     pub fn used(&self) -> Result<u64> {
-        Ok(self.word(offset_of!(room, taken))?.load(Ordering::Relaxed))
+        Ok(self
+            .word(offset_of!(fill_level, used))?
+            .load(Ordering::Relaxed))
     }
 
     /// Whether the table has so many entries that it is to be replaced.
@@ -63,35 +66,37 @@ impl FillLevel {
     /// # Errors
     /// If the map has no entry for this table.
     pub fn needs_growth(&self) -> Result<bool> {
-        let enough = self.word(offset_of!(room, enough))?.load(Ordering::Relaxed);
-        Ok(enough > 0 && self.used()? >= enough)
+        let threshold = self
+            .word(offset_of!(fill_level, threshold))?
+            .load(Ordering::Relaxed);
+        Ok(threshold > 0 && self.used()? >= threshold)
     }
 
-    /// Starts the count of a table that has `taken` entries already. Programs ask for a larger table when it has
-    /// `enough` entries. Call this before the table is replaced. Entries that are added to the old table in between
+    /// Starts the count of a table that has `used` entries already. Programs ask for a larger table when it has
+    /// `threshold` entries. Call this before the table is replaced. Entries that are added to the old table in between
     /// are counted too, so that the new table never has more entries than counted.
     ///
     /// # Errors
     /// If the map has no entry for this table.
-    pub fn reset(&self, taken: u64, enough: u64) -> Result<()> {
+    pub fn reset(&self, used: u64, threshold: u64) -> Result<()> {
         let set = |offset, value| -> Result<()> {
             self.word(offset)?.store(value, Ordering::Release);
             Ok(())
         };
-        set(offset_of!(room, enough), enough)?;
-        set(offset_of!(room, taken), taken)?;
-        set(offset_of!(room, asked), 0)
+        set(offset_of!(fill_level, threshold), threshold)?;
+        set(offset_of!(fill_level, used), used)?;
+        set(offset_of!(fill_level, is_requested), 0)
     }
 
     fn word(&self, offset: usize) -> Result<&AtomicU64> {
-        self.rooms.word(self.index, offset)
+        self.fill_levels.word(self.index, offset)
     }
 }
 
 /// Returns the number of entries at which programs ask for a larger table: when a quarter of the free entries is
-/// taken. The rest has to last until user space reacts, and for a grace period of the kernel, 10 to 30 ms.
-pub fn growth_threshold(taken: u64, entries: u32) -> u64 {
-    taken + (u64::from(entries).saturating_sub(taken) / 4).max(1)
+/// used. The rest has to last until user space reacts, and for a grace period of the kernel, 10 to 30 ms.
+pub fn growth_threshold(used: u64, entries: u32) -> u64 {
+    used + (u64::from(entries).saturating_sub(used) / 4).max(1)
 }
 
 /// Fill level and age of a table that is replaced.
@@ -100,7 +105,7 @@ pub struct TableUsage {
     /// Capacity of the table, in entries.
     pub entries: u32,
     /// Entries in the table.
-    pub taken: u64,
+    pub used: u64,
     /// Entries that the table took over from the table before it.
     pub kept: u64,
     /// Time for which the table was in use.
@@ -113,7 +118,7 @@ impl TableUsage {
         let entries = u64::from(self.entries);
         let fast = self.age < FAST;
         let wanted = if fast { 4 * entries } else { entries };
-        let wanted = wanted.max(2 * self.taken).max(4 * self.kept);
+        let wanted = wanted.max(2 * self.used).max(4 * self.kept);
         u32::try_from(wanted).unwrap_or(u32::MAX).min(most).max(1)
     }
 }
@@ -126,7 +131,7 @@ mod tests {
     fn a_table_grows_by_what_is_kept_of_it_and_by_how_fast_it_fills() {
         let filled = TableUsage {
             entries: 4096,
-            taken: 1024,
+            used: 1024,
             kept: 0,
             age: Duration::from_secs(1),
         };
@@ -137,8 +142,8 @@ mod tests {
             ..filled
         };
         assert_eq!([in_time(100), in_time(1000)].map(next), [16384, 4096]);
-        let taken = 4096;
-        assert_eq!(next(TableUsage { taken, ..filled }), 8192);
+        let used = 4096;
+        assert_eq!(next(TableUsage { used, ..filled }), 8192);
         let kept = |kept| TableUsage { kept, ..filled };
         assert_eq!([kept(3000), kept(99_000)].map(next), [12_000, 100_000]);
         assert_eq!(

@@ -6,11 +6,11 @@ use plain::Plain;
 crate::generated!("shared");
 
 pub use generated::types::{
-    cgroup_path, filter, filter_table, histogram, hotspot_heap, hotspot_layout, hotspot_process,
-    losses, python_chain, python_code, python_instruction, python_mark, python_process, room,
-    room_of, stack, stack_count, stack_count_key, stack_end, stack_flags, stack_id, stack_layout,
-    stack_slot, unwind_file, unwind_frame_pointer, unwind_kind, unwind_layout, unwind_mode,
-    unwind_request, unwind_row_layout, unwind_subject,
+    cgroup_path, fill_level, filter, filter_table, histogram, hotspot_heap, hotspot_layout,
+    hotspot_process, losses, python_chain, python_code, python_instruction, python_mark,
+    python_process, stack, stack_count, stack_count_key, stack_end, stack_flags, stack_id,
+    stack_layout, stack_slot, table_id, unwind_file, unwind_frame_pointer, unwind_kind,
+    unwind_layout, unwind_mode, unwind_request, unwind_row_layout, unwind_subject,
 };
 
 // SAFETY: plain integers, generated from the C struct; every bit pattern is valid.

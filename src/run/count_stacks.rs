@@ -110,7 +110,7 @@ impl StackReport<'_> {
 /// Reader of the counts, which prints what was counted since the last report.
 pub struct StackCounts<'map, M> {
     counts: Counts<'map, M, types::stack_count_key, types::stack_count>,
-    room: FillLevel,
+    fill_level: FillLevel,
     requests: &'map M,
     object: &'map Object,
     filter: &'map Filter,
@@ -156,7 +156,7 @@ pub struct StackCountMaps<'map, M> {
     pub counts: [&'map M; 3],
     /// The table of stacks.
     pub stacks: StackMaps<'map, M>,
-    /// `room_requests`.
+    /// `table_requests`.
     pub requests: &'map M,
     /// `cgroup_paths`.
     pub cgroup_paths: &'map M,
@@ -175,7 +175,7 @@ macro_rules! stack_count_maps {
                 &$skel.maps.counts_b,
             ],
             stacks: $crate::stack_maps!($skel),
-            requests: &$skel.maps.room_requests,
+            requests: &$skel.maps.table_requests,
             cgroup_paths: &$skel.maps.cgroup_paths,
             object: $skel.object(),
         }
@@ -197,18 +197,18 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     ) -> Result<Self> {
         symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
         let [counts, a, b] = maps.counts;
-        let (counts, room) = (
+        let (counts, fill_level) = (
             Counts::new(counts, a, b),
-            FillLevel::new(maps.stacks.rooms, Table::Counts)?,
+            FillLevel::new(maps.stacks.fill_levels, Table::Counts)?,
         );
-        room.reset(
-            room.used()?,
+        fill_level.reset(
+            fill_level.used()?,
             fill_level::growth_threshold(0, counts.entries()),
         )?;
         let max_stacks = args.stack_storage_size.unwrap_or(MAX_STACKS);
         Ok(Self {
             counts,
-            room,
+            fill_level,
             requests: maps.requests,
             object: maps.object,
             filter,
@@ -253,7 +253,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         self.exports.begin();
         let deadline = common.deadline();
         // Many events may have been counted since the probes went live.
-        if self.room.needs_growth()? {
+        if self.fill_level.needs_growth()? {
             self.collect(report, true)?;
         }
         let mut reports = Reports::start(&mut poller, args.interval(), args.count, deadline)?;
@@ -314,7 +314,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         // All counts of a process that has exited by now are among the counts taken below.
         self.symbolizer.refresh();
         if goes_on {
-            self.make_room()?;
+            self.renew_tables()?;
         }
         // Source lines are looked up only for the final sums: during a lookup more events come than the maps can
         // take.
@@ -379,22 +379,22 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
 
     /// Replaces the tables that have filled, the table of stacks first: a count may refer to the old table of stacks
     /// or to the new one.
-    fn make_room(&mut self) -> Result<()> {
-        if self.stacks.is_crowded()? {
+    fn renew_tables(&mut self) -> Result<()> {
+        if self.stacks.needs_growth()? {
             self.stacks.renew()?;
         }
         let now = Instant::now();
         let filled = TableUsage {
             entries: self.counts.entries(),
-            taken: self.room.used()?,
+            used: self.fill_level.used()?,
             kept: 0,
             age: now - mem::replace(&mut self.collected, now),
         };
-        if self.room.needs_growth()? {
+        if self.fill_level.needs_growth()? {
             self.counts
                 .enlarge(filled.next_capacity(self.max_stacks.min(MAX_IN_KERNEL)))?;
         }
-        self.room.reset(
+        self.fill_level.reset(
             0,
             fill_level::growth_threshold(0, self.counts.next_entries()),
         )

@@ -58,7 +58,7 @@ pub struct Poller<'a> {
     ring: Option<BorrowedFd<'a>>,
     mappings: Option<BorrowedFd<'a>>,
     questions: Option<BorrowedFd<'a>>,
-    room: Option<BorrowedFd<'a>>,
+    table_requests: Option<BorrowedFd<'a>>,
     clients: Option<BorrowedFd<'a>>,
     held: Option<BorrowedFd<'a>>,
     pressure: Option<BorrowedFd<'a>>,
@@ -87,7 +87,7 @@ impl<'a> Poller<'a> {
             ring: None,
             mappings: None,
             questions: None,
-            room: None,
+            table_requests: None,
             clients: None,
             held: None,
             pressure: None,
@@ -125,10 +125,10 @@ impl<'a> Poller<'a> {
         self.questions = Some(questions.as_fd());
     }
 
-    /// Wakes when a BPF program asks for a larger table, in the ring buffer `room_requests`. The caller has to read
+    /// Wakes when a BPF program asks for a larger table, in the ring buffer `table_requests`. The caller has to read
     /// that ring buffer then.
     pub fn watch_table_requests(&mut self, requests: &'a impl AsFd) {
-        self.room = Some(requests.as_fd());
+        self.table_requests = Some(requests.as_fd());
     }
 
     /// Wakes when a client waits for a report of this [`Server`](crate::serve::server::Server). The caller has to
@@ -240,7 +240,7 @@ impl<'a> Poller<'a> {
             (Source::Ring, self.ring.filter(|_| !resting)),
             (Source::Mappings, self.mappings),
             (Source::Questions, self.questions),
-            (Source::Room, self.room),
+            (Source::TableRequests, self.table_requests),
             (Source::Clients, self.clients),
             (Source::Held, self.held),
             (Source::Ticks, self.ticks.as_ref().map(AsFd::as_fd)),
@@ -281,7 +281,7 @@ impl<'a> Poller<'a> {
             Source::Stdout => wake.stop = true,
             Source::Mappings => wake.mappings = true,
             Source::Questions => wake.thread_request = true,
-            Source::Room => wake.table_request = true,
+            Source::TableRequests => wake.table_request = true,
             Source::Pressure => wake.pressure = true,
             Source::Clients => wake.client = true,
             Source::Held => wake.command_exiting = true,
@@ -318,7 +318,7 @@ enum Source {
     Ring,
     Mappings,
     Questions,
-    Room,
+    TableRequests,
     Clients,
     Held,
     Pressure,

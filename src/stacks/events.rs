@@ -82,7 +82,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
         Ok(())
     }
 
-    /// Renews the table if it is crowded ([`Stacks::renew_for_events`]). Call it when all pending events have been
+    /// Renews the table if it needs to grow ([`Stacks::renew_for_events`]). Call it when all pending events have been
     /// handled.
     ///
     /// # Errors

@@ -17,15 +17,15 @@ pub struct InterpreterNames {
 impl InterpreterNames {
     /// Asks all known Java virtual machines to write their perf maps, if that is wanted. Reads the maps at once, since
     /// the processes may exit before a report.
-    pub(in crate::stacks) fn ask_for_maps(&self, maps: &mut PerfMaps) {
+    pub(in crate::stacks) fn request_perf_maps(&self, maps: &mut PerfMaps) {
         for pid in self.java.to_be_asked() {
-            self.ask_for_map(pid, maps);
+            self.request_perf_map(pid, maps);
         }
     }
 
     /// Asks a process to write its perf map, if it may be asked now, and reads the map. Returns whether the map was
     /// written.
-    pub(in crate::stacks) fn ask_for_map(&self, pid: u32, maps: &mut PerfMaps) -> bool {
+    pub(in crate::stacks) fn request_perf_map(&self, pid: u32, maps: &mut PerfMaps) -> bool {
         let written = self.java.request_perf_map(pid);
         if written {
             maps.reread(pid);

@@ -163,7 +163,7 @@ impl PerfMaps {
                 MAX_KEPT >> 20
             );
         }
-        self.make_room();
+        self.evict();
     }
 
     /// Reads the map of a process from the start, after the process has rewritten all of it.
@@ -186,7 +186,7 @@ impl PerfMaps {
     }
 
     /// Evicts the least recently read maps while all maps together are too large.
-    fn make_room(&mut self) {
+    fn evict(&mut self) {
         while self.maps.values().map(|(_, map)| map.kept).sum::<usize>() > MAX_KEPT {
             let oldest = self.maps.iter().min_by_key(|(_, (used, _))| *used);
             let Some(pid) = oldest.map(|(&pid, _)| pid) else {

@@ -122,7 +122,7 @@ impl SourceLines {
         open: impl FnOnce() -> Option<DebugInfo>,
     ) -> Result<Result<Vec<SourceLine>, String>> {
         if !self.readers.contains_key(&number) {
-            self.make_room();
+            self.end_oldest_reader();
             let reader = open().map(Reader::start).transpose()?;
             self.readers.insert(number, reader);
         }
@@ -137,7 +137,7 @@ impl SourceLines {
     }
 
     /// Ends the least recently used reader if the maximum number of readers is running.
-    fn make_room(&mut self) {
+    fn end_oldest_reader(&mut self) {
         let running = self
             .readers
             .iter()

@@ -184,7 +184,7 @@ impl Symbolizer {
     /// Symbolizes frames of interpreters by `names` from now on; None turns that off.
     pub fn name_interpreters(&mut self, names: Option<InterpreterNames>) {
         if let Some(names) = &names {
-            names.ask_for_maps(&mut self.perf_maps);
+            names.request_perf_maps(&mut self.perf_maps);
         }
         self.interpreters = names;
     }
@@ -427,7 +427,7 @@ impl Symbolizer {
 
     fn find_generated(&mut self, pid: u32, address: u64) -> Option<(String, u64)> {
         let (names, maps) = (self.interpreters.as_ref(), &mut self.perf_maps);
-        let asked = names.is_some_and(|names| names.ask_for_map(pid, maps));
+        let asked = names.is_some_and(|names| names.request_perf_map(pid, maps));
         if !asked && self.perf_maps_read.insert(pid) {
             maps.refresh(pid);
         }

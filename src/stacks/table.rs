@@ -201,7 +201,7 @@ macro_rules! stack_maps {
         $crate::stacks::table::StackMaps {
             first: &$skel.maps.stacks,
             holder: &$skel.maps.stack_maps,
-            rooms: &$skel.maps.rooms,
+            fill_levels: &$skel.maps.fill_levels,
         }
     };
 }
@@ -213,8 +213,8 @@ pub struct StackMaps<'map, M> {
     pub first: &'map M,
     /// `stack_maps`, the map of maps that holds the replacement of `stacks`.
     pub holder: &'map M,
-    /// `rooms`, the fill levels of tables.
-    pub rooms: &'map M,
+    /// `fill_levels`, the fill levels of tables.
+    pub fill_levels: &'map M,
 }
 
 /// The table of stacks, which is read by id and renewed before it is full.
@@ -224,7 +224,7 @@ pub struct StackMaps<'map, M> {
 /// returns, and later ones store their stacks in the new map.
 pub struct Stacks<'map, M> {
     maps: StackMaps<'map, M>,
-    room: FillLevel,
+    fill_level: FillLevel,
     /// Map that has replaced the first one; None before the first renewal.
     current: Option<MapHandle>,
     /// Map before the current one, until [`Stacks::keep`] has copied what is still referred to.
@@ -263,7 +263,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             checked: true,
         };
         let stacks = Self {
-            room: FillLevel::new(maps.rooms, Table::Stacks)?,
+            fill_level: FillLevel::new(maps.fill_levels, Table::Stacks)?,
             current: None,
             previous: None,
             entries: maps.first.max_entries(),
@@ -276,10 +276,10 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             none: Rc::new(none),
             maps,
         };
-        let taken = stacks.room.used()?;
+        let used = stacks.fill_level.used()?;
         stacks
-            .room
-            .reset(taken, fill_level::growth_threshold(taken, stacks.entries))?;
+            .fill_level
+            .reset(used, fill_level::growth_threshold(used, stacks.entries))?;
         Ok(stacks)
     }
 
@@ -322,7 +322,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         Ok(id)
     }
 
-    /// Returns how many stacks renewals have lost for lack of room, although something referred to them.
+    /// Returns how many stacks renewals have lost for lack of space, although something referred to them.
     pub fn lost(&self) -> u64 {
         self.lost_count
     }
@@ -331,8 +331,8 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     ///
     /// # Errors
     /// If the map of fill levels has no entry for this table.
-    pub fn is_crowded(&self) -> Result<bool> {
-        self.room.needs_growth()
+    pub fn needs_growth(&self) -> Result<bool> {
+        self.fill_level.needs_growth()
     }
 
     /// Replaces the map in use with an empty one, which is larger if the old map has filled fast or if much of it was
@@ -345,7 +345,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         let begun = Instant::now();
         let filled = TableUsage {
             entries: self.entries,
-            taken: self.room.used()?,
+            used: self.fill_level.used()?,
             kept: self.kept,
             age: begun - self.renewed,
         };
@@ -353,7 +353,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         let sizes = (size_of::<u64>(), size_of::<types::stack>());
         let map = map_create::create(MapType::Hash, "stacks", sizes, entries, 0)
             .context("no room for more stacks; lower --stack-storage-size")?;
-        self.room
+        self.fill_level
             .reset(0, fill_level::growth_threshold(0, entries))?;
         let fd = map.as_fd().as_raw_fd();
         self.maps
@@ -406,12 +406,12 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             }
         }
         // The threshold depends on kept entries alone: those that BPF programs have added since may soon be dropped.
-        let taken = self.room.used()? + copied;
-        self.room
-            .reset(taken, fill_level::growth_threshold(self.kept, self.entries))
+        let used = self.fill_level.used()? + copied;
+        self.fill_level
+            .reset(used, fill_level::growth_threshold(self.kept, self.entries))
     }
 
-    /// Renews the table if it is crowded, for tools in which only events refer to stacks.
+    /// Renews the table if it needs to grow, for tools in which only events refer to stacks.
     ///
     /// Call it when all pending events have been handled. Events that arrive meanwhile find their stacks until the next
     /// renewal. Stacks that were read stay cached. Without memory for another map the table stays as it is, and stacks
@@ -420,16 +420,16 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     /// # Errors
     /// If the map in use cannot be read, or its fill level cannot be set. A lack of memory is no error.
     pub fn renew_for_events(&mut self) -> Result<()> {
-        if !self.is_crowded()? {
+        if !self.needs_growth()? {
             return Ok(());
         }
         self.keep([])?;
         if self.renew().is_ok() {
             return Ok(());
         }
-        let taken = self.room.used()?;
-        self.room
-            .reset(taken, fill_level::growth_threshold(taken, self.entries))
+        let used = self.fill_level.used()?;
+        self.fill_level
+            .reset(used, fill_level::growth_threshold(used, self.entries))
     }
 
     /// Returns the capacity of the table, in entries.

@@ -62,10 +62,10 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
     let attached = probes::start(args, &filter, args.kernel.kinds())?;
-    let room_requests = Events::new(&attached.skel.maps.room_requests)?;
+    let table_requests = Events::new(&attached.skel.maps.table_requests)?;
     let kernel = Kernel {
         attached: &attached,
-        room_requests: &room_requests,
+        table_requests: &table_requests,
         args,
         stacks: Stacks::new(memtools::stack_maps!(attached.skel), args.max_stacks())?,
         names: KernelNames::default(),
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     };
     let mut reporter = Reporter::new(kernel, args, output, exports, difference);
 
-    poller.watch_table_requests(&room_requests);
+    poller.watch_table_requests(&table_requests);
     if let Some(server) = &server {
         poller.watch_clients(server);
     }
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 struct Kernel<'a> {
     attached: &'a Attached,
     /// Requests of the BPF programs for more capacity in their maps.
-    room_requests: &'a Events<'a, u32>,
+    table_requests: &'a Events<'a, u32>,
     args: &'a Args,
     stacks: Stacks<'a, MapMut<'static>>,
     names: KernelNames,
@@ -117,7 +117,7 @@ fn check_cache(cache: Option<&str>) -> Result<()> {
 impl Source for Kernel<'_> {
     fn handle_events(&mut self, wake: &Wake, _: &mut Output) -> Result<Flow> {
         if wake.table_request {
-            self.room_requests.drain()?;
+            self.table_requests.drain()?;
             self.renew_stacks()?;
         }
         Ok(Flow::Continue)
@@ -248,9 +248,9 @@ impl Kernel<'_> {
         Ok(name.into())
     }
 
-    /// Renews the stack table if it is crowded, so that it keeps only the stacks that a block or a total refers to.
+    /// Renews the stack table if it needs to grow, so that it keeps only the stacks that a block or a total refers to.
     fn renew_stacks(&mut self) -> Result<()> {
-        if !self.stacks.is_crowded()? {
+        if !self.stacks.needs_growth()? {
             return Ok(());
         }
         self.stacks.renew()?;

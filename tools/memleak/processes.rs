@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     command.as_mut().map_or(Ok(()), HeldCommand::release)?;
 
     poller.watch_events(&rings.events);
-    poller.watch_table_requests(&rings.room_requests);
+    poller.watch_table_requests(&rings.table_requests);
     poller.watch_mappings(&mappings);
     poller.watch_thread_requests(&attached.questions);
     if let Some(server) = &server {
@@ -146,7 +146,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 struct Rings<'a> {
     events: Events<'a, event>,
     /// Requests of the BPF programs for more capacity in their maps.
-    room_requests: Events<'a, u32>,
+    table_requests: Events<'a, u32>,
 }
 
 impl<'a> Rings<'a> {
@@ -154,7 +154,7 @@ impl<'a> Rings<'a> {
         let maps = &attached.skel.maps;
         Ok(Self {
             events: Events::new(&maps.events)?,
-            room_requests: Events::new(&maps.room_requests)?,
+            table_requests: Events::new(&maps.table_requests)?,
         })
     }
 }
@@ -201,9 +201,9 @@ impl Source for Processes<'_> {
         }
         self.take(new, output)?;
         if wake.table_request {
-            self.rings.room_requests.drain()?;
+            self.rings.table_requests.drain()?;
         }
-        self.make_room(output)?;
+        self.add_capacity(output)?;
         self.upkeep.hold_limit()?;
         if wake.mappings || self.upkeep.is_due() {
             self.symbolizer.refresh();
@@ -386,7 +386,7 @@ impl<'a> Processes<'a> {
     }
 
     /// Adds capacity for blocks and stacks before it is needed.
-    fn make_room(&mut self, output: &mut Output) -> Result<()> {
+    fn add_capacity(&mut self, output: &mut Output) -> Result<()> {
         if self.wants_stacks_renewed()? {
             self.renew_stacks(output)?;
         }

@@ -301,7 +301,7 @@ mod tests {
 
     #[test]
     fn what_was_written_or_not_read_or_is_new_is_due() {
-        let room = CopyBuffers {
+        let buffers = CopyBuffers {
             early: runs(&[1..10]),
             unread: runs(&[7..8]),
             frames: vec![77; 9],
@@ -315,17 +315,20 @@ mod tests {
         };
         let ours = Pages::open(std::process::id()).expect("our own");
         // We have no pages at these addresses, so no frame is that of the copy.
-        assert_eq!(room.pending(&ours, &found).expect("readable"), found.wanted);
+        assert_eq!(
+            buffers.pending(&ours, &found).expect("readable"),
+            found.wanted
+        );
         let due = runs(&[3..4, 7..8, 10..12]);
-        assert!(room.has_capacity_for(&found.wanted, &due));
-        assert!(!room.has_capacity_for(&found.wanted, &found.wanted));
-        assert!(!room.has_capacity_for(&runs(&[0..13]), &due));
+        assert!(buffers.has_capacity_for(&found.wanted, &due));
+        assert!(!buffers.has_capacity_for(&found.wanted, &found.wanted));
+        assert!(!buffers.has_capacity_for(&runs(&[0..13]), &due));
     }
 
     #[test]
     fn a_page_table_that_was_moved_is_told_by_one_page() {
         let early = runs(&[500..600, 1024..1026, 1600..1601]);
-        let room = CopyBuffers {
+        let buffers = CopyBuffers {
             unread: PageRuns::new(),
             frames: (0..page_runs::bytes(&early) / PAGE).collect(),
             early,
@@ -350,7 +353,7 @@ mod tests {
                         0
                     })
             };
-            room.moved(&known, frame).expect("no error")
+            buffers.moved(&known, frame).expect("no error")
         };
         let mut asked = Vec::new();
         assert_eq!(moved(&mut asked, &[]), []);

@@ -112,11 +112,11 @@ impl Request<'_> {
         let mut pages = Pages::open(pid)?;
         let (mut tries, mut grown) = (Tries::begin(), 0);
         while grown < GROWN {
-            let room = self.make_room(&mut pages, rate)?;
+            let buffers = self.allocate_buffers(&mut pages, rate)?;
             // When a try's thread ends, the kernel releases a target thread that the try has asked to stop and that
             // was late.
             let taken = thread::scope(|scope| {
-                let taker = scope.spawn(|| self.stop_and_copy(tool, &mut pages, room, rate));
+                let taker = scope.spawn(|| self.stop_and_copy(tool, &mut pages, buffers, rate));
                 taker
                     .join()
                     .unwrap_or_else(|panicked| panic::resume_unwind(panicked))
@@ -136,7 +136,7 @@ impl Request<'_> {
     }
 
     /// Allocates the buffers for the copy, and copies what can be copied before the stop.
-    fn make_room(&self, pages: &mut Pages, rate: f64) -> Result<CopyBuffers> {
+    fn allocate_buffers(&self, pages: &mut Pages, rate: f64) -> Result<CopyBuffers> {
         let pid = self.process.pid();
         let (_, found) = list_pages(pid, pages, false)?;
         let bytes = page_runs::bytes(&found.wanted);
@@ -148,28 +148,28 @@ impl Request<'_> {
         if !self.pre_copy {
             self.expect_allowed_pause(&work, rate)?;
         }
-        let room = bytes + bytes / 16 + SLACK;
-        expect_memory_to_copy(pid, room)?;
-        let mut room = CopyBuffers::empty(room)?;
+        let capacity = bytes + bytes / 16 + SLACK;
+        expect_memory_to_copy(pid, capacity)?;
+        let mut buffers = CopyBuffers::empty(capacity)?;
         if self.pre_copy {
-            room.pre_copy(pid, pages, found.wanted)?;
+            buffers.pre_copy(pid, pages, found.wanted)?;
             let (_, found) = list_pages(pid, pages, true)?;
             work.all = page_runs::bytes(&found.wanted);
-            work.due = page_runs::bytes(&pending_pages(pid, pages, &room, &found)?);
+            work.due = page_runs::bytes(&pending_pages(pid, pages, &buffers, &found)?);
             self.expect_allowed_pause(&work, rate)?;
             let late = work.due + work.due / 4 + SLACK;
             let what = format!("a copy of what process {pid} writes meanwhile takes");
             expect_memory(&what, late, available())?;
-            room.allocate_stop_buffer(late)?;
+            buffers.allocate_stop_buffer(late)?;
         }
-        Ok(room)
+        Ok(buffers)
     }
 
     fn stop_and_copy(
         &self,
         tool: &str,
         pages: &mut Pages,
-        mut room: CopyBuffers,
+        mut buffers: CopyBuffers,
         rate: f64,
     ) -> Result<Taken> {
         let pid = self.process.pid();
@@ -182,9 +182,9 @@ impl Request<'_> {
         let copied_ns = clock::monotonic_ns();
         let threads = stopped.registers();
         let (areas, found) = list_pages(pid, pages, self.pre_copy)?;
-        let due = pending_pages(pid, pages, &room, &found)?;
+        let due = pending_pages(pid, pages, &buffers, &found)?;
         let wanted = found.wanted;
-        if !room.has_capacity_for(&wanted, &due) {
+        if !buffers.has_capacity_for(&wanted, &due) {
             return Ok(Taken::Outgrown);
         }
         let work = Work {
@@ -201,7 +201,7 @@ impl Request<'_> {
             .idle
             .map(|watch| watch.sample(pages.pagemap(), &wanted));
         let mut idle = idle.transpose()?;
-        let unread = room.copy(pid, &due)?;
+        let unread = buffers.copy(pid, &due)?;
         drop(stopped);
         let paused = start.elapsed();
         if let (Some(watch), Some(pages)) = (self.idle, &mut idle) {
@@ -229,7 +229,7 @@ impl Request<'_> {
             idle,
             ..image_without_memory(pid, threads)
         };
-        let copy = room.finish(&wanted, &due)?;
+        let copy = buffers.finish(&wanted, &due)?;
         image.set_memory(wanted, copy)?;
         Ok(Taken::Image(Box::new(image)))
     }
@@ -386,8 +386,13 @@ fn list_pages(pid: u32, pages: &mut Pages, marks: bool) -> Result<(Vec<Area>, Fo
 }
 
 /// Returns the pages that are still to be copied, of those that were found.
-fn pending_pages(pid: u32, pages: &Pages, room: &CopyBuffers, found: &Found) -> Result<PageRuns> {
-    listed(pid, room.pending(pages, found))
+fn pending_pages(
+    pid: u32,
+    pages: &Pages,
+    buffers: &CopyBuffers,
+    found: &Found,
+) -> Result<PageRuns> {
+    listed(pid, buffers.pending(pages, found))
 }
 
 /// Explains an error of reading a process's page table. Of an address space that is gone, PAGEMAP_SCAN fails, and

@@ -31,7 +31,7 @@ pub(crate) struct LiveBlocks<'a> {
     /// Maps that were added to `more`.
     added: Vec<MapHandle>,
     /// Capacity of each overflow map in blocks, first `first`, then those in `more`, whether they exist yet or not.
-    rooms: Vec<u32>,
+    capacities: Vec<u32>,
     /// Number of blocks that were removed from the overflow maps here, which the BPF programs do not count.
     removed: u64,
 }
@@ -44,7 +44,7 @@ impl<'a> LiveBlocks<'a> {
             first: &maps.overflow,
             more: &maps.more_overflow,
             added: Vec::new(),
-            rooms: attached.overflow.clone(),
+            capacities: attached.overflow.clone(),
             removed: 0,
         }
     }
@@ -53,11 +53,12 @@ impl<'a> LiveBlocks<'a> {
     /// BPF programs count. Returns the capacity of the added map.
     pub(crate) fn grow(&mut self, blocks: u64) -> Result<Option<u32>> {
         let made = 1 + self.added.len();
-        let room: u64 = self.rooms.iter().take(made).copied().map(u64::from).sum();
-        let Some(&next) = self.rooms.get(made) else {
+        let existing = self.capacities.iter().take(made).copied();
+        let capacity: u64 = existing.map(u64::from).sum();
+        let Some(&next) = self.capacities.get(made) else {
             return Ok(None);
         };
-        if blocks.saturating_sub(self.removed) < room / 2 {
+        if blocks.saturating_sub(self.removed) < capacity / 2 {
             return Ok(None);
         }
         let sizes = (size_of::<live_key>(), size_of::<live_block>());

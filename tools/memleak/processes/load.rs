@@ -185,7 +185,7 @@ fn open<'target>(
         bail!("no map for blocks");
     };
     if !rest.is_empty() {
-        options.overflow_crowded = u64::from(first / 2);
+        options.overflow_threshold = u64::from(first / 2);
     }
     for (to, signature) in options.signatures.iter_mut().zip(signatures) {
         *to = signature.packed();

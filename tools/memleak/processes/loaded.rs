@@ -46,14 +46,14 @@ pub(crate) struct LoadedFiles {
 
 impl LoadedFiles {
     pub(crate) fn new(target: &Targets) -> Self {
-        let mut looked_through: HashMap<_, HashSet<_>> = HashMap::new();
+        let mut searched_files: HashMap<_, HashSet<_>> = HashMap::new();
         for traced in &target.processes {
             let pid = target.probed_in(traced.process.pid());
-            let known = looked_through.entry(pid).or_default();
-            known.extend(&traced.looked_through);
+            let known = searched_files.entry(pid).or_default();
+            known.extend(&traced.searched_files);
         }
         Self {
-            searched_files: looked_through,
+            searched_files,
             seen: HashSet::new(),
             seen_stopped: HashSet::new(),
             late: Vec::new(),

@@ -20,7 +20,7 @@ use crate::args::Args;
 pub(crate) struct SearchedFiles {
     pub(crate) objects: Vec<Object>,
     /// Files that were searched, by device and inode.
-    pub(crate) looked_through: HashSet<(u64, u64)>,
+    pub(crate) searched_files: HashSet<(u64, u64)>,
 }
 
 /// Finds the allocators of a running process, in every file that it executes code from.
@@ -86,10 +86,10 @@ pub(crate) fn of_loaded(
 /// Searches files for functions to probe. `files` begins with the program itself.
 fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<SearchedFiles> {
     // A file can be listed twice: musl's dynamic linker is its libc as well.
-    let mut looked_through = HashSet::new();
+    let mut searched_files = HashSet::new();
     files.retain(|file| {
         file.identity()
-            .is_ok_and(|identity| looked_through.insert(identity))
+            .is_ok_and(|identity| searched_files.insert(identity))
     });
     let go = files.first().filter(|program| elf::is_go(program.file()));
     let objects = search(&files, args);
@@ -106,7 +106,7 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<SearchedFiles> {
     }
     Ok(SearchedFiles {
         objects,
-        looked_through,
+        searched_files,
     })
 }
 

@@ -41,7 +41,7 @@ impl Processes<'_> {
             };
             self.renewal.last.is_none_or(due)
         };
-        if self.stacks.is_crowded()? {
+        if self.stacks.needs_growth()? {
             return Ok(is_due(Duration::ZERO));
         }
         Ok(is_due(FULL_PAUSE)

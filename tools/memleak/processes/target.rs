@@ -48,7 +48,7 @@ pub(crate) struct TracedProcess {
     pub(crate) process: Process,
     pub(crate) objects: Vec<Object>,
     /// Files that were searched for functions, by device and inode.
-    pub(crate) looked_through: HashSet<(u64, u64)>,
+    pub(crate) searched_files: HashSet<(u64, u64)>,
 }
 
 impl TracedProcess {
@@ -56,7 +56,7 @@ impl TracedProcess {
         Self {
             process,
             objects: found.objects,
-            looked_through: found.looked_through,
+            searched_files: found.searched_files,
         }
     }
 }
