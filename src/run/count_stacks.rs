@@ -282,7 +282,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         self.collect(report, false)?;
         print(&mut self, &mut output)?;
         self.write_timeline_counts(report, &mut output);
-        self.tell_losses(tool, &mut output)?;
+        self.report_losses(tool, &mut output)?;
         if let Some(unwinder) = self.unwinder {
             unwinder.report(tool, &mut output)?;
         }
@@ -473,7 +473,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     }
 
     /// Reports at the end what could not be counted or symbolized.
-    fn tell_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
+    fn report_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
         self.losses()?.report_self(tool, self.object, output)?;
         self.symbolizer.report_losses(tool);
         Ok(())

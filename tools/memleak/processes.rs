@@ -213,10 +213,10 @@ impl Source for Processes<'_> {
             self.upkeep.detach();
             return Ok(Flow::End { exited: false });
         }
-        self.upkeep.tell_if_quiet();
+        self.upkeep.warn_if_no_hits();
         if wake.exited {
             self.symbolizer.refresh();
-            self.upkeep.tell_missed(&self.symbolizer);
+            self.upkeep.print_missed(&self.symbolizer);
             return Ok(Flow::End { exited: true });
         }
         Ok(Flow::Continue)

@@ -108,7 +108,7 @@ fn try_start(
              CONFIG_TRACEPOINTS, or does not permit BPF to use them"
         );
     }
-    available.tell_missing(columns);
+    available.print_missing_columns(columns);
     Ok(Attached {
         skel,
         links,
@@ -223,7 +223,7 @@ impl Available {
     }
 
     /// Prints the columns that this kernel has no tracepoints for.
-    fn tell_missing(&self, columns: Columns) {
+    fn print_missing_columns(&self, columns: Columns) {
         let missing: Vec<&str> = [
             (self.shrink_slab, "S-SLABms"),
             (self.direct_reclaim, "D-RECLAIMms"),

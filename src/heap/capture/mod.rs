@@ -123,8 +123,8 @@ impl Request<'_> {
             });
             match taken? {
                 Taken::Image(image) => {
-                    if let Some(told) = tries.message() {
-                        eprintln!("{tool}: {told}");
+                    if let Some(message) = tries.message() {
+                        eprintln!("{tool}: {message}");
                     }
                     return Ok(*image);
                 }

@@ -71,7 +71,7 @@ impl LoadedFiles {
         attached: &Attached,
         args: &Args,
     ) {
-        self.tell_late(LATE_PROBE_DELAY);
+        self.print_late(LATE_PROBE_DELAY);
         for (of, file) in files {
             let key = (of, file.number);
             if self.seen.contains(&key)
@@ -144,7 +144,7 @@ impl LoadedFiles {
             };
             if !known.insert(identity) {
                 if is_stopped() {
-                    self.tell_in_time(pid, identity);
+                    self.print_probed_in_time(pid, identity);
                 }
                 continue;
             }
@@ -153,9 +153,9 @@ impl LoadedFiles {
                 Ok(Some(object)) => {
                     let found = format!("{} ({})", object.found(), attached.how);
                     if is_stopped() {
-                        tell_probed(&found);
+                        print_probed(&found);
                     } else {
-                        tell_probed(&format!("{found}, {TOO_LATE}"));
+                        print_probed(&format!("{found}, {TOO_LATE}"));
                     }
                 }
                 Err(error) => {
@@ -169,7 +169,7 @@ impl LoadedFiles {
     /// Prints an allocator that was probed shortly before a process was stopped for its file, as probed in time. The
     /// allocator was probed in the same process or in another one in our process group. Such a process was about to be
     /// stopped, too, and continues now without a stop (`bpf/include/held.bpf.h`).
-    fn tell_in_time(&mut self, pid: u32, file: (u64, u64)) {
+    fn print_probed_in_time(&mut self, pid: u32, file: (u64, u64)) {
         let group_of = |pid| getpgid(pid).ok();
         let is_held = |other: u32| {
             let other = Pid::from_raw(other.cast_signed());
@@ -178,25 +178,25 @@ impl LoadedFiles {
         self.late.retain(|late| {
             let in_time = late.file == file && (late.pid == pid || is_held(late.pid));
             if in_time {
-                tell_probed(&late.found);
+                print_probed(&late.found);
             }
             !in_time
         });
     }
 
     /// Prints the allocators that were probed at least `doubt` ago, and whose process was not stopped.
-    pub(crate) fn tell_late(&mut self, doubt: Duration) {
+    pub(crate) fn print_late(&mut self, doubt: Duration) {
         self.late.retain(|late| {
             let in_doubt = late.since.elapsed() < doubt;
             if !in_doubt {
-                tell_probed(&format!("{}, {TOO_LATE}", late.found));
+                print_probed(&format!("{}, {TOO_LATE}", late.found));
             }
             in_doubt
         });
     }
 
     /// Prints the allocators of processes that exited before memleak looked at them.
-    pub(crate) fn tell_missed(
+    pub(crate) fn print_missed(
         &mut self,
         files: Vec<(u32, Rc<CodeFile>)>,
         target: &Targets,
@@ -260,7 +260,7 @@ struct Late {
     found: String,
 }
 
-fn tell_probed(found: &str) {
+fn print_probed(found: &str) {
     eprintln!("memleak: {found}");
 }
 

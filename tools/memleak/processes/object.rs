@@ -418,7 +418,7 @@ fn add_slots(file: &MappedFile, slots: &[SlotProbe], functions: &mut Vec<Functio
         .any(|function| function.signature == new_pool)
     {
         let why = "the function that makes the pools of its allocator cannot be probed";
-        python_objects::tell_unseen(&file.module(), why);
+        python_objects::warn_of_unseen_objects(&file.module(), why);
         return Ok(());
     }
     for slot in slots {

@@ -93,7 +93,7 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<SearchedFiles> {
     });
     let go = files.first().filter(|program| elf::is_go(program.file()));
     let objects = search(&files, args);
-    tell_what_is_not_loaded(&files, args);
+    print_unloaded_functions(&files, args);
     if objects.is_empty() {
         return Err(why_none(&files, go, args));
     }
@@ -131,7 +131,7 @@ fn search(files: &[MappedFile], args: &Args) -> Vec<Object> {
 }
 
 /// Prints which of the functions that the user has named are in none of these files.
-fn tell_what_is_not_loaded(files: &[MappedFile], args: &Args) {
+fn print_unloaded_functions(files: &[MappedFile], args: &Args) {
     for named in args.named() {
         let there = |file: &MappedFile| {
             is_named(file, &named.object)

@@ -227,7 +227,7 @@ impl Attached {
             |of: &Function| way != AttachMode::Plain || self.signatures().contains(&of.signature);
         let with_slots = object.slots().all(is_known);
         if !with_slots {
-            python_objects::tell_unseen(
+            python_objects::warn_of_unseen_objects(
                 &object.module,
                 "this kernel cannot tell so many places of its allocator apart (5.15 and later can)",
             );

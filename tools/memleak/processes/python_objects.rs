@@ -40,7 +40,7 @@ pub(super) fn places(file: &MappedFile, found: &[Function]) -> Result<Option<Pla
     }
     let functions = Rules::functions_of(file.file())?;
     let Some(found) = pymalloc::places(file.file(), &functions)? else {
-        tell_unseen(&file.module(), "its allocator's code is not as expected");
+        warn_of_unseen_objects(&file.module(), "its allocator's code is not as expected");
         return Ok(None);
     };
     Ok(Some(Places {
@@ -54,7 +54,7 @@ pub(super) fn places(file: &MappedFile, found: &[Function]) -> Result<Option<Pla
 }
 
 /// Tells, once, why CPython's objects in a file are not seen one by one.
-pub(super) fn tell_unseen(module: &str, why: &str) {
+pub(super) fn warn_of_unseen_objects(module: &str, why: &str) {
     warn_once(&format!(
         "objects of up to 512 bytes are not seen one by one in {module}, as {why}; with PYTHONMALLOC=malloc in its \
          environment each object is a block"

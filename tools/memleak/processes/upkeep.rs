@@ -110,7 +110,7 @@ impl<'a> Upkeep<'a> {
     }
 
     /// Prints once why there may be no hits, if there are none.
-    pub(super) fn tell_if_quiet(&mut self) {
+    pub(super) fn warn_if_no_hits(&mut self) {
         let is_over = |until| Instant::now() >= until;
         if self.quiet_until.is_some_and(is_over) {
             self.quiet_until = None;
@@ -121,9 +121,9 @@ impl<'a> Upkeep<'a> {
     }
 
     /// Prints the allocators of processes that have exited before memleak looked at them.
-    pub(super) fn tell_missed(&mut self, symbolizer: &Symbolizer) {
+    pub(super) fn print_missed(&mut self, symbolizer: &Symbolizer) {
         let files = symbolizer.code_files();
-        self.loaded.tell_missed(files, self.target, self.args);
+        self.loaded.print_missed(files, self.target, self.args);
     }
 
     /// Detaches all probes.
@@ -135,7 +135,7 @@ impl<'a> Upkeep<'a> {
 
     /// Detaches all probes, and prints what they cost. Returns the harm for which the trace has ended, if any.
     pub(super) fn finish(&mut self, output: &mut Output) -> Result<Option<String>> {
-        self.loaded.tell_late(Duration::ZERO);
+        self.loaded.print_late(Duration::ZERO);
         self.cost.end_slice();
         self.detach();
         if let Some(limit) = &self.limit {
