@@ -165,15 +165,15 @@ impl Exports {
     /// If the last report could not be written.
     pub fn finish(mut self) -> Result<()> {
         let timeline = self.heaps.as_mut().map_or(Ok(()), Heaps::finish);
-        let files = self.files.into_iter();
-        let failed = files.filter_map(|(file, _)| file.finish().err());
+        let files = self.files.into_iter().map(|(file, _)| file.finish());
+        let failed = files.chain([timeline]).filter_map(Result::err);
         let failed: Vec<String> = failed.map(|error| format!("{error:#}")).collect();
         ensure!(
             failed.is_empty(),
             "the last report is not in its file: {}",
             failed.join("; ")
         );
-        timeline
+        Ok(())
     }
 }
 
