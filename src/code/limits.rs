@@ -13,8 +13,8 @@ use nix::time::{ClockId, clock_gettime};
 
 /// Bytes of memory for one file at a time.
 pub const MAX_MEMORY: usize = 64 << 20;
-/// CPU time for one file. A compiler of 109 MB takes 0.05 s; but a Python of 7 MB took a second where the CPU was emulated,
-/// and had two other guests on it.
+/// CPU time for one file. A compiler of 109 MB takes 0.05 s; but a Python of 7 MB took a second where the CPU was
+/// emulated, and had two other guests on it.
 const MAX_TIME: Duration = Duration::from_secs(10);
 /// Time for which files are still read while a signal that ends the run is pending: a process may have thousands of
 /// files, each of which takes all the time that one file may take.

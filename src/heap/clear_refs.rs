@@ -51,8 +51,8 @@ pub(super) fn clear(process: &str, marks: PageMarks) -> Result<()> {
     })
 }
 
-/// Returns the file descriptor by which a process has its own clear_refs open; None if there is none. Such a process may
-/// follow its own writes by the marks: the garbage collector of Boehm, Demers and Weiser does if so configured.
+/// Returns the file descriptor by which a process has its own clear_refs open; None if there is none. Such a process
+/// may follow its own writes by the marks: the garbage collector of Boehm, Demers and Weiser does if so configured.
 pub(super) fn open_in(pid: u32) -> Option<u32> {
     let mut files = proc::open_files(pid);
     let file = files.find(|(_, path)| path.ends_with("clear_refs"));

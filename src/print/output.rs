@@ -65,7 +65,8 @@ pub struct Output {
 impl Output {
     /// Creates an output to stdout in this format. If nobody reads stdout, a signal of `stop` ends the wait: the print
     /// then fails with [`ReaderStalled`]. The signals of `stop` are blocked. `stopped` tells that such a signal was
-    /// taken before: then the last report of the run waits for its reader and says so, and another signal ends that wait.
+    /// taken before: then the last report of the run waits for its reader and says so, and another signal ends that
+    /// wait.
     pub fn stdout(
         tool: &'static str,
         format: Format,

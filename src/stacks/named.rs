@@ -24,8 +24,9 @@ pub enum FrameKind {
     /// A code object of CPython, which the interpreter's loop executes. The symbol is its qualified name, without an
     /// offset; the place in the source is always shown; there is no module.
     Python,
-    /// A function of Java that HotSpot interprets. The symbol is its name with its types, without an offset; the place in
-    /// the source is always shown, as it is of compiled functions; there is no module. Compiled functions are native code.
+    /// A function of Java that HotSpot interprets. The symbol is its name with its types, without an offset; the place
+    /// in the source is always shown, as it is of compiled functions; there is no module. Compiled functions are native
+    /// code.
     Java,
 }
 

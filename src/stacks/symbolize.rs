@@ -357,9 +357,9 @@ impl Symbolizer {
     }
 
     /// Hashes all that the names of a user stack depend on: the file and offset of each native frame and whether it was
-    /// interrupted there, the word of each Python frame, and the reason for the stack's end. The hash is the same in each process that runs these files.
-    /// Returns false if the names depend on more: for generated code, interpreted Java functions, and addresses in no
-    /// mapping.
+    /// interrupted there, the word of each Python frame, and the reason for the stack's end. The hash is the same in
+    /// each process that runs these files. Returns false if the names depend on more: for generated code, interpreted
+    /// Java functions, and addresses in no mapping.
     pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
         let code: Vec<u64> = stack.instructions().collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();

@@ -15,9 +15,9 @@
 //! ```
 //!
 //! `freeblock` is the slot at the instruction that changes the count, in both directions, in each of the 4 to 300
-//! copies in eleven interpreters that were examined (CPython 3.10 to 3.15 by GCC 11 to 15). A file with a copy in another
-//! order is refused. The first slot of a pool is taken by a function of its own, `allocate_from_new_pool`, which sets
-//! the count to 1 and is never copied. Pools of 4 KiB, as they were before 3.10, are refused.
+//! copies in eleven interpreters that were examined (CPython 3.10 to 3.15 by GCC 11 to 15). A file with a copy in
+//! another order is refused. The first slot of a pool is taken by a function of its own, `allocate_from_new_pool`,
+//! which sets the count to 1 and is never copied. Pools of 4 KiB, as they were before 3.10, are refused.
 
 mod body;
 

@@ -3,7 +3,8 @@
 //! Only blocks that plain words do not reach are looked for in these forms, before they are called lost. All of these
 //! forms are rare, and a number in such a form looks like an address by chance more often:
 //!
-//! - at addresses that are no multiple of 8: in packed structures, such as arrays of `struct epoll_event` (12 bytes each);
+//! - at addresses that are no multiple of 8: in packed structures, such as arrays of `struct epoll_event` (12 bytes
+//!   each);
 //! - with other data in the bits above the 47 of an address: tagged pointers, values in NaNs;
 //! - as an integer of CPython, in digits of 30 bits, as ctypes and cffi give an address to a Python program.
 

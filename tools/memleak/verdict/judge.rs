@@ -250,8 +250,8 @@ impl Tree {
     }
 }
 
-/// Returns the tree of what holds these blocks, of the first [`MAX_TREE_BLOCKS`]. `root` names the root at which a block's
-/// chain begins.
+/// Returns the tree of what holds these blocks, of the first [`MAX_TREE_BLOCKS`]. `root` names the root at which a
+/// block's chain begins.
 pub(super) fn tree(
     heap: &Heap,
     reach: &Reach,
