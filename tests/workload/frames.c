@@ -11,10 +11,6 @@
 #define FRAME (600 << 10)
 #define PAGES 3
 
-/* Hides a pointer's use from the optimiser, so that the frame is kept and no call is a tail call.
- */
-#define KEEP(pointer) __asm__ volatile("" : : "r"(pointer) : "memory")
-
 static char *page;
 
 STEP static void leaf(void)

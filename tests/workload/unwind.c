@@ -41,9 +41,6 @@
 #define DEEP	300
 #define FRAMES	512
 
-/* Hides a pointer's use from the optimiser, so that no call is a tail call. */
-#define KEEP(pointer) __asm__ volatile("" : : "r"(pointer) : "memory")
-
 /* Bit of the flags register that raises a signal after each instruction. */
 #define TRAP_FLAG 0x100
 

@@ -47,6 +47,9 @@
 /* Marks a function that is not inlined, so that every stack through it has its frame. */
 #define STEP __attribute__((noinline, unused))
 
+/* Hides a pointer's use from the optimiser, so that frames are kept and no call is a tail call. */
+#define KEEP(pointer) __asm__ volatile("" : : "r"(pointer) : "memory")
+
 /* Prints the reason on stderr, and ends the program. */
 __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const char *format, ...)
 {
