@@ -104,7 +104,7 @@ impl Graph {
             if now > 0 {
                 let functions = change.names.frames.iter().rev();
                 let frames = iter::once(&change.names.comm).chain(functions);
-                let frames: Vec<String> = frames.map(|frame| folded::escape(frame)).collect();
+                let frames: Vec<_> = frames.map(|frame| folded::escape(&**frame)).collect();
                 lines.push(valid_xml(format!("{} {before} {now}", frames.join(";"))));
             }
         }
@@ -195,13 +195,15 @@ fn subtitle(profile: &Profile) -> String {
 fn color(stack: &NamedStack, colors: &mut Vec<(String, Color)>) {
     for part in [&stack.user, &stack.kernel].into_iter().flatten() {
         if let Some(missing) = part.missing() {
-            colors.push((folded::escape(&missing), MISSING));
+            colors.push((folded::escape(missing).into(), MISSING));
         }
         for frame in part.frames.iter().filter(|frame| frame.is_kernel()) {
-            colors.push((folded::name(frame) + folded::KERNEL_MARK, KERNEL));
+            let name = folded::name(frame) + folded::KERNEL_MARK;
+            colors.push((name.into(), KERNEL));
         }
         for call in part.frames.iter().flat_map(|frame| frame.source.inlined()) {
-            colors.push((folded::inlined_name(call) + folded::INLINED_MARK, INLINED));
+            let name = folded::inlined_name(call) + folded::INLINED_MARK;
+            colors.push((name.into(), INLINED));
         }
     }
 }
@@ -254,7 +256,7 @@ mod tests {
 
     fn part(names: &[&str], kernel: bool, truncated: Option<&str>) -> Part {
         let frame = |name: &&str| Frame {
-            symbol: Some(((*name).to_owned(), 0)),
+            symbol: Some(((*name).into(), 0)),
             kind: if kernel {
                 FrameKind::Kernel
             } else {

@@ -1,6 +1,7 @@
 //! Folded stacks, which flame graph tools read: one line for each stack, root first, frames joined by `;`, then a
 //! space and a whole number.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, Write};
 
@@ -54,7 +55,7 @@ impl<'a> Folded<'a> {
 
     fn write_frames(&self, f: &mut impl fmt::Write) -> fmt::Result {
         let stack = self.stack;
-        f.write_str(&escape(&stack.comm))?;
+        f.write_str(&escape(&*stack.comm))?;
         if self.pid {
             write!(f, "-{}", stack.pid)?;
         }
@@ -72,10 +73,11 @@ impl<'a> Folded<'a> {
 
     fn write_part(&self, part: &Part, f: &mut impl fmt::Write) -> fmt::Result {
         if let Some(missing) = part.missing() {
-            write!(f, ";{}", escape(&missing))?;
+            write!(f, ";{}", escape(missing))?;
         }
         for frame in part.frames.iter().rev() {
-            write!(f, ";{}", name(frame))?;
+            f.write_str(";")?;
+            f.write_str(&name(frame))?;
             if frame.is_kernel() && self.annotate {
                 f.write_str(KERNEL_MARK)?;
             }
@@ -91,18 +93,22 @@ impl<'a> Folded<'a> {
 }
 
 /// Returns the function of an inlined call.
-pub(super) fn inlined_name(call: &SourceLine) -> String {
+pub(super) fn inlined_name(call: &SourceLine) -> Cow<'_, str> {
     escape(call.function.as_deref().unwrap_or("[unknown]"))
 }
 
 /// Returns the frame's function, or else its module in brackets.
-pub(super) fn name(frame: &Frame) -> String {
-    escape(&frame.function_or_module())
+pub(super) fn name(frame: &Frame) -> Cow<'_, str> {
+    escape(frame.function_or_module())
 }
 
 /// Replaces each `;`, which would split the frame.
-pub(super) fn escape(name: &str) -> String {
-    name.replace(';', ":")
+pub(super) fn escape<'a>(name: impl Into<Cow<'a, str>>) -> Cow<'a, str> {
+    let name = name.into();
+    match name.contains(';') {
+        true => name.replace(';', ":").into(),
+        false => name,
+    }
 }
 
 /// Replaces the space before a number at the end of the stack by `_`. flamegraph.pl, which draws differences, would
@@ -125,8 +131,8 @@ mod tests {
     fn frame(symbol: Option<&str>, module: Option<&str>) -> Frame {
         Frame {
             address: 1,
-            symbol: symbol.map(|name| (name.to_owned(), 0)),
-            module: module.map(|name| (name.to_owned(), 0)),
+            symbol: symbol.map(|name| (name.into(), 0)),
+            module: module.map(|name| (name.into(), 0)),
             kind: match module {
                 Some("kernel") => FrameKind::Kernel,
                 _ => FrameKind::Native,

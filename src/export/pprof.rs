@@ -241,10 +241,10 @@ impl Builder {
             lines.push(self.line(name, Some(call)));
         }
         let own = frame.source.lines.last();
-        let name = frame.symbol.as_ref().map(|(name, _)| name);
+        let name = frame.symbol.as_ref().map(|(name, _)| &**name);
         // A frame without a name gets no line: a reader of the profile may know the file by its build id, and
         // symbolize it.
-        if let Some(name) = name.or_else(|| own?.function.as_ref()) {
+        if let Some(name) = name.or_else(|| own?.function.as_deref()) {
             lines.push(self.line(name, own));
         }
         lines

@@ -298,7 +298,7 @@ mod tests {
         let frame = |name: &&str| Frame {
             address,
             instruction: address,
-            symbol: Some(((*name).to_owned(), address)),
+            symbol: Some(((*name).into(), address)),
             ..Frame::default()
         };
         let user = Part {

@@ -1,5 +1,6 @@
 //! Stacks as text: below the row of an event, and in the format of BCC's stackcount.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
@@ -96,14 +97,14 @@ fn frame_of_block(frame: &Frame, style: BlockStyle, block: &mut String) {
 
 /// Returns the function's name, with the offset only if `offsets` asks for it: offsets would split stacks that belong
 /// together.
-fn name(frame: &Frame, offsets: bool) -> String {
+fn name(frame: &Frame, offsets: bool) -> Cow<'_, str> {
     match (&frame.symbol, &frame.module) {
         (Some((name, offset)), _) if offsets && !frame.is_interpreted() => {
-            format!("{name}+{offset:#x}")
+            format!("{name}+{offset:#x}").into()
         }
-        (Some((name, _)), _) => name.clone(),
-        (None, Some((module, offset))) => format!("{module}+{offset:#x}"),
-        (None, None) => "[unknown]".to_owned(),
+        (Some((name, _)), _) => (&**name).into(),
+        (None, Some((module, offset))) => format!("{module}+{offset:#x}").into(),
+        (None, None) => "[unknown]".into(),
     }
 }
 
@@ -115,8 +116,8 @@ mod tests {
     fn frame(symbol: Option<&str>, module: &str) -> Frame {
         Frame {
             address: 0x1234,
-            symbol: symbol.map(|name| (name.to_owned(), 4)),
-            module: Some((module.to_owned(), 0x34)),
+            symbol: symbol.map(|name| (name.into(), 4)),
+            module: Some((module.into(), 0x34)),
             kind: match module {
                 "kernel" => FrameKind::Kernel,
                 _ => FrameKind::Native,

@@ -46,6 +46,7 @@ pub struct CodeFile {
     /// The process that mapped the file last, and the time.
     seen: Cell<(u32, SystemTime)>,
     opened: RefCell<OpenState>,
+    module: OnceCell<Rc<str>>,
     build_id: OnceCell<Option<Vec<u8>>>,
 }
 
@@ -83,8 +84,8 @@ impl Drop for CodeFile {
 
 impl CodeFile {
     /// Returns the file's name without folders, escaped; a name such as `[vdso]`; or an empty string.
-    pub fn module(&self) -> String {
-        self.mapping.module()
+    pub fn module(&self) -> &Rc<str> {
+        self.module.get_or_init(|| self.mapping.module().into())
     }
 
     /// Returns the file's path in the mount namespace of the process that maps it, escaped; a name such as `[vdso]`;
@@ -384,6 +385,7 @@ impl AddressSpaces {
                     mapping,
                     seen: Cell::new(seen),
                     opened: RefCell::new(OpenState::Closed),
+                    module: OnceCell::new(),
                     build_id: OnceCell::new(),
                 })
             });

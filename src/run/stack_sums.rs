@@ -7,6 +7,7 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
 use std::mem;
+use std::rc::Rc;
 
 use crate::run::count_stacks::Weight;
 use crate::stacks::named::StackIds;
@@ -107,7 +108,7 @@ impl Hasher for WideHasher {
 /// A line of a report: a folded stack, or a stack in text.
 #[derive(Debug)]
 struct Line {
-    text: String,
+    text: Rc<str>,
     sum: u64,
     /// Why the stack is incomplete, `[lost]` or `[truncated: ...]`; None if it is complete.
     gap: Option<String>,
@@ -120,7 +121,7 @@ pub(crate) struct Sums {
     /// The number of lines that have stacks.
     stacks: u32,
     /// Indexes of lines by their text.
-    by_text: HashMap<String, usize>,
+    by_text: HashMap<Rc<str>, usize>,
     /// Indexes of lines by the places of their frames' code, so that a stack is symbolized only once.
     by_hash: HashMap<u128, usize>,
     /// Counts by process and stack, for output that keeps these apart, such as JSON.
@@ -147,16 +148,20 @@ impl Sums {
         weight: u64,
         most: Option<u32>,
     ) -> bool {
-        let new = self.lines.len();
-        let limit = most.filter(|_| gap.as_deref() != Some(LOST_STACK));
-        if limit.is_some_and(|most| self.stacks >= most) && !self.by_text.contains_key(&text) {
-            return false;
-        }
-        let number = *self.by_text.entry(text.clone()).or_insert(new);
-        if number == new {
-            self.stacks += u32::from(limit.is_some());
-            self.lines.push(Line { text, sum: 0, gap });
-        }
+        let number = match self.by_text.get(&*text) {
+            Some(&number) => number,
+            None => {
+                let limit = most.filter(|_| gap.as_deref() != Some(LOST_STACK));
+                if limit.is_some_and(|most| self.stacks >= most) {
+                    return false;
+                }
+                self.stacks += u32::from(limit.is_some());
+                let (number, text) = (self.lines.len(), Rc::from(text));
+                self.by_text.insert(Rc::clone(&text), number);
+                self.lines.push(Line { text, sum: 0, gap });
+                number
+            }
+        };
         self.lines[number].sum += weight;
         if let Some(place) = place {
             self.by_hash.insert(place, number);
@@ -183,7 +188,7 @@ impl Sums {
     }
 
     /// The lines with their sums.
-    pub(crate) fn into_lines(self) -> impl Iterator<Item = (String, u64)> {
+    pub(crate) fn into_lines(self) -> impl Iterator<Item = (Rc<str>, u64)> {
         self.lines.into_iter().map(|line| (line.text, line.sum))
     }
 
@@ -286,10 +291,7 @@ mod tests {
         );
         let lines = sums.into_lines();
         let lines: Vec<_> = largest(lines, None);
-        let lines: Vec<_> = lines
-            .iter()
-            .map(|(text, sum)| (text.as_str(), *sum))
-            .collect();
+        let lines: Vec<_> = lines.iter().map(|(text, sum)| (&**text, *sum)).collect();
         assert_eq!(lines, [("p;[lost]", 3), ("p;f", 5), ("p;main", 8)]);
         assert!(Sums::default().gaps().is_empty());
     }

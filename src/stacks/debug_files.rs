@@ -119,7 +119,7 @@ impl DebugFiles {
     fn fetched(&mut self, code: &CodeFile, elf: &Elf<'_>) -> Option<Found> {
         let debuginfod = self.debuginfod.as_mut()?;
         let build_id = elf.build_id()?;
-        let path = debuginfod.find(&build_id, &code.module())?;
+        let path = debuginfod.find(&build_id, code.module())?;
         let file = mapped_file::open_regular(&path).ok()?;
         (Elf::read(&file).ok()?.build_id()? == build_id).then_some((file, path))
     }

@@ -35,7 +35,7 @@ const OVERHEAD: usize = 64;
 #[derive(Debug, Clone)]
 pub(crate) struct Named {
     /// The name, demangled and escaped.
-    pub(crate) shown: String,
+    pub(crate) shown: Rc<str>,
     /// Mangled name as the file has it, not escaped; None if the name is not mangled.
     pub(crate) mangled: Option<Rc<str>>,
     pub(crate) offset: u64,
@@ -79,7 +79,7 @@ struct StrippedFile {
 impl StrippedFile {
     fn of(file: &CodeFile) -> Self {
         Self {
-            module: file.module(),
+            module: file.module().to_string(),
             path: file.raw_path().to_owned(),
             build_id: file.build_id().map(text::hex),
             unnamed: HashSet::new(),
@@ -146,7 +146,7 @@ impl FileNames {
             false => name.text.as_str().into(),
         };
         Some(Named {
-            shown: text::display_name(&demangled),
+            shown: text::display_name(&demangled).into(),
             mangled: (*demangled != *name.text).then(|| name.text.as_str().into()),
             offset: name.offset,
         })

@@ -1,5 +1,6 @@
 //! Symbolized stacks, the input of every output format.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::rc::Rc;
 
@@ -39,12 +40,12 @@ pub struct Frame {
     /// An address within the instruction of the frame: for a caller, the byte before `address`.
     pub instruction: u64,
     /// The function, demangled and escaped, and the address's offset from its start.
-    pub symbol: Option<(String, u64)>,
+    pub symbol: Option<(Rc<str>, u64)>,
     /// Mangled name of the function as its file has it, not escaped; None if the name is not mangled.
     pub mangled: Option<Rc<str>>,
     /// File name without folders, or a name such as `[vdso]`, and the offset in the file; for the
     /// kernel's code `kernel` or the kernel module, and the address.
-    pub module: Option<(String, u64)>,
+    pub module: Option<(Rc<str>, u64)>,
     /// The mapping that the instruction is in, with its file; None for the kernel's code.
     pub code: Option<MappedCode>,
     /// Kind of code.
@@ -125,7 +126,7 @@ impl Frame {
         Self {
             address: word,
             instruction: word,
-            symbol: Some((name.to_owned(), 0)),
+            symbol: Some((name.into(), 0)),
             kind: FrameKind::Python,
             source: Source {
                 lines: Rc::new([line]),
@@ -143,7 +144,7 @@ impl Frame {
         Self {
             address: method,
             instruction: method,
-            symbol: Some((name.unwrap_or_else(|| UNKNOWN.to_owned()), 0)),
+            symbol: Some((name.as_deref().unwrap_or(UNKNOWN).into(), 0)),
             kind: FrameKind::Java,
             source: Source {
                 lines: line.into_iter().collect(),
@@ -187,7 +188,7 @@ impl Frame {
 
     /// Returns the name of the module that the code is in.
     pub fn module_name(&self) -> Option<&str> {
-        self.module.as_ref().map(|(name, _)| name.as_str())
+        self.module.as_ref().map(|(name, _)| &**name)
     }
 
     /// Whether the frame is of a Python function.
@@ -211,12 +212,14 @@ impl Frame {
 
     /// Returns the function, for Python with its place in the source, or else the module in brackets. A function of
     /// Java has the same name whether it is compiled or interpreted.
-    pub fn function_or_module(&self) -> String {
+    pub fn function_or_module(&self) -> Cow<'_, str> {
         match (&self.symbol, &self.module) {
-            (Some((name, _)), _) if self.is_python() => format!("{name}{}", self.source_location()),
-            (Some((name, _)), _) => name.clone(),
-            (None, Some((module, _))) => format!("[{module}]"),
-            (None, None) => "[unknown]".to_owned(),
+            (Some((name, _)), _) if self.is_python() => {
+                format!("{name}{}", self.source_location()).into()
+            }
+            (Some((name, _)), _) => (&**name).into(),
+            (None, Some((module, _))) => format!("[{module}]").into(),
+            (None, None) => "[unknown]".into(),
         }
     }
 }

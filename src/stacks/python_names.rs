@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn a_loop_that_is_left_among_frames_of_python_is_marked() {
         let native = |name: &str| Frame {
-            symbol: Some((name.to_owned(), 0)),
+            symbol: Some((name.into(), 0)),
             ..Frame::default()
         };
         let python = || Frame::of_python(WORD, "keep", None);
@@ -180,7 +180,7 @@ mod tests {
             mark_loops(&mut frames);
             let symbols = frames.into_iter().map(|frame| frame.symbol);
             symbols
-                .map(|symbol| symbol.expect("a name").0)
+                .map(|symbol| symbol.expect("a name").0.to_string())
                 .collect::<Vec<_>>()
         };
         let left = vec![native("malloc"), python(), native(LOOP), native("main")];

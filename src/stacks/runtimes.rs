@@ -62,7 +62,7 @@ const MAX_PLACES: usize = 1024;
 impl Runtime {
     /// Returns the runtime that a process runs, if it is one of [`RUNTIMES`].
     fn of(image: &Image) -> Option<&'static Self> {
-        image.files().find_map(|file| Self::in_file(&file.module()))
+        image.files().find_map(|file| Self::in_file(file.module()))
     }
 
     fn in_file(module: &str) -> Option<&'static Self> {

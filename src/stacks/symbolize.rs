@@ -116,8 +116,8 @@ impl KernelNames {
         Some(Frame {
             address,
             instruction,
-            symbol: found.map(|(name, offset, _)| (name.to_owned(), offset + beyond)),
-            module: Some((module.to_owned(), address)),
+            symbol: found.map(|(name, offset, _)| (name.into(), offset + beyond)),
+            module: Some((module.into(), address)),
             kind: FrameKind::Kernel,
             ..Frame::default()
         })
@@ -387,6 +387,7 @@ impl Symbolizer {
             let symbol = self.find_generated(pid, instruction);
             let names = self.interpreters.as_ref();
             let source = names.map(|names| names.java_source(pid, place, symbol.as_ref()));
+            let symbol = symbol.map(|(name, offset)| (name.into(), offset));
             (symbol, None, source.unwrap_or_default())
         } else {
             let source = self.source(&code.file, offset);
@@ -408,7 +409,7 @@ impl Symbolizer {
         Some(Frame {
             symbol: symbol.map(|(name, offset)| (name, offset + beyond)),
             mangled,
-            module: (!module.is_empty()).then_some((module, offset + beyond)),
+            module: (!module.is_empty()).then(|| (Rc::clone(module), offset + beyond)),
             code: Some(code.clone()),
             source,
             ..unknown

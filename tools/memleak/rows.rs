@@ -448,8 +448,8 @@ mod tests {
     fn text_is_bccs() {
         let frame = Frame {
             address: 0x55d0c8a01136,
-            symbol: Some(("main".to_owned(), 0x6d)),
-            module: Some(("allocs".to_owned(), 0x1136)),
+            symbol: Some(("main".into(), 0x6d)),
+            module: Some(("allocs".into(), 0x1136)),
             ..Frame::default()
         };
         let part = Part {

@@ -342,7 +342,7 @@ mod tests {
                 pid,
                 user: Some(Part {
                     frames: vec![named::Frame {
-                        symbol: Some((function.to_owned(), 0)),
+                        symbol: Some((function.into(), 0)),
                         ..named::Frame::default()
                     }],
                     truncated: None,

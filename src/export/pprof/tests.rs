@@ -12,8 +12,8 @@ fn frame(name: Option<&str>, address: u64, kernel: bool) -> Frame {
     Frame {
         address,
         instruction: address - 1,
-        symbol: name.map(|name| (name.to_owned(), 0)),
-        module: kernel.then(|| ("kernel".to_owned(), address)),
+        symbol: name.map(|name| (name.into(), 0)),
+        module: kernel.then(|| ("kernel".into(), address)),
         kind: if kernel {
             FrameKind::Kernel
         } else {

@@ -18,7 +18,11 @@ fn mapped(pid: u32, start: u64, name: &str) -> Change {
 
 fn at(spaces: &mut AddressSpaces, pid: u32, addresses: &[u64]) -> Vec<String> {
     let image = spaces.image_with(pid, addresses).unwrap_or_default();
-    let module = |address| image.find(address).map(|code| code.file.module());
+    let module = |address| {
+        image
+            .find(address)
+            .map(|code| code.file.module().to_string())
+    };
     addresses
         .iter()
         .map(|&address| module(address).unwrap_or_default())

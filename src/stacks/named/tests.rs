@@ -3,8 +3,8 @@ use super::*;
 fn frame(symbol: Option<&str>, module: Option<&str>) -> Frame {
     Frame {
         address: 0x1234,
-        symbol: symbol.map(|name| (name.to_owned(), 0x1d)),
-        module: module.map(|name| (name.to_owned(), 0x34)),
+        symbol: symbol.map(|name| (name.into(), 0x1d)),
+        module: module.map(|name| (name.into(), 0x34)),
         kind: match module {
             Some("kernel") => FrameKind::Kernel,
             _ => FrameKind::Native,
@@ -66,7 +66,9 @@ fn our_own_frames_are_left_out_and_others_of_such_names_are_not() {
             truncated: None,
         };
         let frames = part.without_tracer().frames.into_iter();
-        frames.filter_map(|frame| Some(frame.symbol?.0)).collect()
+        frames
+            .filter_map(|frame| Some(frame.symbol?.0.to_string()))
+            .collect()
     };
     let traced = [
         ("bpf_prog_1234_direct_end", "kernel"),

@@ -129,7 +129,7 @@ impl Processes<'_> {
         self.symbolizer.refresh();
         let stack = self.symbolize(key)?;
         let frees = |frame: &Frame| {
-            let shown = frame.symbol.as_ref().map(|(name, _)| name.as_str());
+            let shown = frame.symbol.as_ref().map(|(name, _)| &**name);
             let name = frame.mangled.as_deref().or(shown);
             let signature =
                 name.and_then(|name| allocators::signature(name, &self.args.symbols_prefix));

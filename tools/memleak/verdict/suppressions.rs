@@ -277,7 +277,7 @@ mod tests {
 
     fn frame(function: &str) -> Frame {
         Frame {
-            symbol: Some((function.to_owned(), 7)),
+            symbol: Some((function.into(), 7)),
             ..Frame::default()
         }
     }

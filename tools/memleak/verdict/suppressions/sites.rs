@@ -70,7 +70,7 @@ impl<'a> Site<'a> {
             }
             let place = frame.source.lines.last();
             let place = place.and_then(|line| Some((line.file.as_deref()?, line.line)));
-            let function = frame.symbol.as_ref().map(|(name, _)| name.as_str());
+            let function = frame.symbol.as_ref().map(|(name, _)| &**name);
             sites.push(Self {
                 functions: function
                     .into_iter()
