@@ -112,8 +112,8 @@ impl CodeFile {
 
     /// Returns whether the code was generated at run time: the mapping has no file, or a memfd.
     pub fn is_generated(&self) -> bool {
-        let path = self.mapping.path.to_string_lossy();
-        (self.mapping.inode == 0 && !path.starts_with('[')) || path.starts_with("/memfd:")
+        let path = self.mapping.path.as_os_str().as_bytes();
+        (self.mapping.inode == 0 && !path.starts_with(b"[")) || path.starts_with(b"/memfd:")
     }
 
     /// Returns the open file. None if the mapping has no file, or the file cannot be found any more. The first call
@@ -431,20 +431,22 @@ impl AddressSpaces {
 
     /// Returns the image of a process that contains most of these addresses, and the newest of several. If all
     /// processes are wanted and this process is not known yet, its mappings are read now.
-    pub fn image_with(&mut self, pid: u32, addresses: &[u64]) -> Option<Image> {
+    pub fn image_with(
+        &mut self,
+        pid: u32,
+        addresses: impl Iterator<Item = u64> + Clone,
+    ) -> Option<Image> {
         if !self.images.contains_key(&pid) && self.wanted == TrackedProcesses::All {
             let _ = Process::open(pid).and_then(|process| self.read_mappings(&process));
         }
         let missing = |image: &&Image| {
-            let here = |address: &&u64| image.find(**address).is_none();
-            addresses.iter().filter(here).count()
+            let is_missing = |&address: &u64| image.find(address).is_none();
+            addresses.clone().filter(is_missing).count()
         };
-        self.images
-            .get(&pid)?
-            .iter()
-            .rev()
-            .min_by_key(missing)
-            .cloned()
+        match &**self.images.get(&pid)? {
+            [only] => Some(only.clone()),
+            images => images.iter().rev().min_by_key(missing).cloned(),
+        }
     }
 
     /// Returns the newest image of a process.

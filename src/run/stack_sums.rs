@@ -105,10 +105,42 @@ impl Hasher for WideHasher {
     }
 }
 
+/// Texts of frames, each of which is kept once for all lines that contain it: the lines of a compiler's stacks have
+/// 3 KB each.
+#[derive(Debug, Default)]
+struct FrameTexts {
+    numbers: HashMap<Rc<str>, u32>,
+    texts: Vec<Rc<str>>,
+}
+
+impl FrameTexts {
+    /// Splits a line behind each separator of frames, and returns the numbers of the parts. Equal lines have equal
+    /// numbers.
+    fn split(&mut self, line: &str) -> Rc<[u32]> {
+        let parts = line.split_inclusive([';', '\n']);
+        parts.map(|part| self.number(part)).collect()
+    }
+
+    fn number(&mut self, text: &str) -> u32 {
+        if let Some(&number) = self.numbers.get(text) {
+            return number;
+        }
+        let (number, text) = (self.texts.len() as u32, Rc::from(text));
+        self.texts.push(Rc::clone(&text));
+        self.numbers.insert(text, number);
+        number
+    }
+
+    fn parts<'a>(&'a self, numbers: &'a [u32]) -> impl Iterator<Item = &'a str> {
+        numbers.iter().map(|&number| &*self.texts[number as usize])
+    }
+}
+
 /// A line of a report: a folded stack, or a stack in text.
 #[derive(Debug)]
 struct Line {
-    text: Rc<str>,
+    /// Numbers of the texts that the line consists of.
+    frames: Rc<[u32]>,
     sum: u64,
     /// Why the stack is incomplete, `[lost]` or `[truncated: ...]`; None if it is complete.
     gap: Option<String>,
@@ -118,10 +150,11 @@ struct Line {
 #[derive(Debug, Default)]
 pub(crate) struct Sums {
     lines: Vec<Line>,
+    texts: FrameTexts,
     /// The number of lines that have stacks.
     stacks: u32,
-    /// Indexes of lines by their text.
-    by_text: HashMap<Rc<str>, usize>,
+    /// Indexes of lines by their frames.
+    by_frames: HashMap<Rc<[u32]>, usize>,
     /// Indexes of lines by the places of their frames' code, so that a stack is symbolized only once.
     by_hash: HashMap<u128, usize>,
     /// Counts by process and stack, for output that keeps these apart, such as JSON.
@@ -148,7 +181,8 @@ impl Sums {
         weight: u64,
         most: Option<u32>,
     ) -> bool {
-        let number = match self.by_text.get(&*text) {
+        let frames = self.texts.split(&text);
+        let number = match self.by_frames.get(&frames) {
             Some(&number) => number,
             None => {
                 let limit = most.filter(|_| gap.as_deref() != Some(LOST_STACK));
@@ -156,9 +190,13 @@ impl Sums {
                     return false;
                 }
                 self.stacks += u32::from(limit.is_some());
-                let (number, text) = (self.lines.len(), Rc::from(text));
-                self.by_text.insert(Rc::clone(&text), number);
-                self.lines.push(Line { text, sum: 0, gap });
+                let number = self.lines.len();
+                self.by_frames.insert(Rc::clone(&frames), number);
+                self.lines.push(Line {
+                    frames,
+                    sum: 0,
+                    gap,
+                });
                 number
             }
         };
@@ -187,9 +225,27 @@ impl Sums {
         mem::take(self)
     }
 
-    /// The lines with their sums.
-    pub(crate) fn into_lines(self) -> impl Iterator<Item = (Rc<str>, u64)> {
-        self.lines.into_iter().map(|line| (line.text, line.sum))
+    /// Returns the numbers of the lines whose sums are above 0, with their sums; the largest last. Lines with equal
+    /// sums are in descending order of their texts.
+    pub(crate) fn largest_lines(&self) -> Vec<(usize, u64)> {
+        let lines = self.lines.iter().enumerate();
+        let sums = lines.map(|(number, line)| (number, line.sum));
+        let mut sums: Vec<_> = sums.filter(|&(_, sum)| sum > 0).collect();
+        sums.sort_by(|&(a, sum), &(b, other)| {
+            // Texts compare as their parts do: no part begins with another one, but for the last.
+            sum.cmp(&other)
+                .then_with(|| self.parts(b).cmp(self.parts(a)))
+        });
+        sums
+    }
+
+    /// Returns the text of the line with this number.
+    pub(crate) fn text(&self, line: usize) -> String {
+        self.parts(line).collect()
+    }
+
+    fn parts(&self, line: usize) -> impl Iterator<Item = &str> {
+        self.texts.parts(&self.lines[line].frames)
     }
 
     /// Returns the sums of incomplete stacks, by the reasons why they are incomplete; the largest last.
@@ -269,7 +325,8 @@ mod tests {
         assert!(sums.add_line(line("p;main"), None, 7, Some(1)));
         assert!(!sums.add_line(line("kswapd0"), None, 5, Some(1)));
         assert!(sums.add_line(line("kswapd0"), None, 5, None));
-        assert_eq!(sums.into_lines().map(|(_, sum)| sum).sum::<u64>(), 12);
+        let lines = sums.largest_lines().into_iter();
+        assert_eq!(lines.map(|(_, sum)| sum).sum::<u64>(), 12);
     }
 
     #[test]
@@ -289,10 +346,26 @@ mod tests {
             gaps,
             [("[lost]", 3), ("[truncated: by frame pointers alone]", 5)]
         );
-        let lines = sums.into_lines();
-        let lines: Vec<_> = largest(lines, None);
-        let lines: Vec<_> = lines.iter().map(|(text, sum)| (&**text, *sum)).collect();
-        assert_eq!(lines, [("p;[lost]", 3), ("p;f", 5), ("p;main", 8)]);
+        let lines = sums.largest_lines().into_iter();
+        let lines: Vec<_> = lines.map(|(line, sum)| (sums.text(line), sum)).collect();
+        let expected = [("p;[lost]", 3), ("p;f", 5), ("p;main", 8)];
+        assert_eq!(lines, expected.map(|(text, sum)| (text.to_owned(), sum)));
         assert!(Sums::default().gaps().is_empty());
+    }
+
+    #[test]
+    fn lines_with_equal_sums_are_in_descending_order_of_their_texts() {
+        let texts = ["p;ab", "p;a;b", "p;a", "p;a;b;c", "q\n  p\n", "p;a-b"];
+        let mut sums = Sums::default();
+        for text in texts {
+            assert!(sums.add_line((text.to_owned(), None), None, 7, Some(9)));
+        }
+        let lines = sums.largest_lines().into_iter();
+        let lines: Vec<_> = lines.map(|(line, _)| sums.text(line)).collect();
+        let mut expected = texts;
+        expected.sort_by(|a, b| b.cmp(a));
+        assert_eq!(lines, expected);
+        // `p;` and `a;` are each kept once.
+        assert_eq!(sums.texts.texts.len(), 10);
     }
 }

@@ -326,8 +326,8 @@ impl Symbolizer {
     }
 
     fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
-        let code: Vec<u64> = stack.instructions().collect();
-        let image = self.spaces.image_with(pid, &code).unwrap_or_default();
+        let image = self.spaces.image_with(pid, stack.instructions());
+        let image = image.unwrap_or_default();
         // A frame pointer can be any number: an address outside all code is no frame.
         let is_real = |(at, place): &(usize, &RawFrame)| {
             let found = |code| image.find(code).is_some();
@@ -336,7 +336,7 @@ impl Symbolizer {
         let all = stack.checked || image.is_empty();
         let places = stack.frames.iter().enumerate();
         let real = places.take_while(|place| all || is_real(place));
-        let mut frames = Vec::new();
+        let mut frames = Vec::with_capacity(stack.frames.len());
         for (at, &place) in real {
             let names = self.interpreters.as_ref();
             match names.map(|names| names.python.find(place)) {
@@ -361,8 +361,8 @@ impl Symbolizer {
     /// each process that runs these files. Returns false if the names depend on more: for generated code, interpreted
     /// Java functions, and addresses in no mapping.
     pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
-        let code: Vec<u64> = stack.instructions().collect();
-        let image = self.spaces.image_with(pid, &code).unwrap_or_default();
+        let image = self.spaces.image_with(pid, stack.instructions());
+        let image = image.unwrap_or_default();
         hash_places_in(&image, stack, hasher)
     }
 

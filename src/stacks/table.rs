@@ -152,7 +152,7 @@ impl WalkEnd {
 
 impl Stack {
     /// Returns an address within the instruction of each native frame, innermost first.
-    pub fn instructions(&self) -> impl Iterator<Item = u64> {
+    pub fn instructions(&self) -> impl Iterator<Item = u64> + Clone {
         self.frames.iter().filter_map(|place| place.instruction())
     }
 

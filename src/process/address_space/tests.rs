@@ -17,7 +17,9 @@ fn mapped(pid: u32, start: u64, name: &str) -> Change {
 }
 
 fn at(spaces: &mut AddressSpaces, pid: u32, addresses: &[u64]) -> Vec<String> {
-    let image = spaces.image_with(pid, addresses).unwrap_or_default();
+    let image = spaces
+        .image_with(pid, addresses.iter().copied())
+        .unwrap_or_default();
     let module = |address| {
         image
             .find(address)

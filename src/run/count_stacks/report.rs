@@ -41,7 +41,7 @@ impl<M: MapCore> StackCounts<'_, M> {
             return self.report_json(output, report, sums.counts, time);
         }
         let gaps = sums.gaps();
-        let mut lines = largest(sums.into_lines(), None);
+        let mut lines = sums.largest_lines();
         let whole = Whole {
             sum: lines.iter().map(|(_, sum)| sum).sum(),
             stacks: lines.len(),
@@ -57,7 +57,8 @@ impl<M: MapCore> StackCounts<'_, M> {
         if has_time {
             output.raw(|out| writeln!(out, "{:<8}", clock::time_of_day(&time)))?;
         }
-        for (stack, sum) in &shown {
+        for (line, sum) in &shown {
+            let stack = sums.text(*line);
             output.raw(|out| match format {
                 Format::Folded => writeln!(out, "{stack} {sum}"),
                 _ => writeln!(out, "{stack}    {sum}\n"),
