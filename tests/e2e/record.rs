@@ -287,6 +287,8 @@ fn processes_of(pid: u32) -> Result<Vec<(u32, String)>> {
 /// thousandth of one CPU is used.
 fn nothing_is_traced_before_the_mark() -> Result<()> {
     const WATCHED: Duration = Duration::from_secs(20);
+    // The time between two looks depends on what a look takes. An emulated CPU also takes long to wait for the next one.
+    let most = if harness::in_guest() { 0.002 } else { 0.001 };
     let above = harness::scratch()?;
     let recorder = record(&above.path().join("reports"), ALL)?;
     let pid = recorder.pid();
@@ -300,7 +302,7 @@ fn nothing_is_traced_before_the_mark() -> Result<()> {
     let (before, start) = (took()?, Instant::now());
     thread::sleep(WATCHED);
     let share = (took()? - before) as f64 / start.elapsed().as_nanos() as f64;
-    ensure!(share < 0.001, "{share} of a CPU");
+    ensure!(share < most, "{share} of a CPU");
     ensure!(children(pid)?.is_empty());
     for fd in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let link = fs::read_link(fd?.path())?;
