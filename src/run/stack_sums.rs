@@ -16,6 +16,9 @@ use crate::stacks::table::{LOST, NO_STACK};
 /// Gap of a line whose stack is lost.
 pub(crate) const LOST_STACK: &str = "[lost]";
 
+/// Maximum number of places whose lines are remembered: 50 MB.
+const MAX_PLACES: usize = 1 << 20;
+
 /// Key of a count in the kernel: a process with its stacks.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Key {
@@ -114,21 +117,30 @@ struct FrameTexts {
 }
 
 impl FrameTexts {
-    /// Splits a line behind each separator of frames, and returns the numbers of the parts. Equal lines have equal
-    /// numbers.
-    fn split(&mut self, line: &str) -> Rc<[u32]> {
-        let parts = line.split_inclusive([';', '\n']);
-        parts.map(|part| self.number(part)).collect()
+    /// Returns the numbers of a line's parts. Equal lines have equal numbers. None if a part is new: then there is no
+    /// such line yet.
+    fn find(&self, line: &str) -> Option<Vec<u32>> {
+        let parts = Self::split(line);
+        parts.map(|part| self.numbers.get(part).copied()).collect()
     }
 
-    fn number(&mut self, text: &str) -> u32 {
-        if let Some(&number) = self.numbers.get(text) {
-            return number;
-        }
-        let (number, text) = (self.texts.len() as u32, Rc::from(text));
-        self.texts.push(Rc::clone(&text));
-        self.numbers.insert(text, number);
-        number
+    /// Returns the numbers of a line's parts, and adds those that are new.
+    fn add(&mut self, line: &str) -> Rc<[u32]> {
+        let mut number = |part: &str| {
+            if let Some(&number) = self.numbers.get(part) {
+                return number;
+            }
+            let (number, text) = (self.texts.len() as u32, Rc::from(part));
+            self.texts.push(Rc::clone(&text));
+            self.numbers.insert(text, number);
+            number
+        };
+        Self::split(line).map(&mut number).collect()
+    }
+
+    /// Splits a line behind each separator of frames.
+    fn split(line: &str) -> impl Iterator<Item = &str> {
+        line.split_inclusive([';', '\n'])
     }
 
     fn parts<'a>(&'a self, numbers: &'a [u32]) -> impl Iterator<Item = &'a str> {
@@ -181,16 +193,17 @@ impl Sums {
         weight: u64,
         most: Option<u32>,
     ) -> bool {
-        let frames = self.texts.split(&text);
-        let number = match self.by_frames.get(&frames) {
-            Some(&number) => number,
+        let known = self.texts.find(&text);
+        let known = known.and_then(|frames| self.by_frames.get(&*frames).copied());
+        let number = match known {
+            Some(number) => number,
             None => {
                 let limit = most.filter(|_| gap.as_deref() != Some(LOST_STACK));
                 if limit.is_some_and(|most| self.stacks >= most) {
                     return false;
                 }
                 self.stacks += u32::from(limit.is_some());
-                let number = self.lines.len();
+                let (number, frames) = (self.lines.len(), self.texts.add(&text));
                 self.by_frames.insert(Rc::clone(&frames), number);
                 self.lines.push(Line {
                     frames,
@@ -202,6 +215,9 @@ impl Sums {
         };
         self.lines[number].sum += weight;
         if let Some(place) = place {
+            if self.by_hash.len() == MAX_PLACES {
+                self.by_hash.clear();
+            }
             self.by_hash.insert(place, number);
         }
         true
@@ -338,6 +354,8 @@ mod tests {
         assert!(sums.add_line(line("p;main", None), Some(1), 7, Some(2)));
         assert!(sums.add_line(line("p;f", by_fp), Some(2), 2, Some(2)));
         assert!(!sums.add_line(line("p;g", None), Some(3), 2, Some(2)));
+        // A line that is left out leaves nothing behind.
+        assert!(sums.texts.find("g").is_none() && sums.texts.find("f").is_some());
         assert!(sums.add_line(line("p;f", by_fp), Some(4), 2, Some(2)));
         assert!(sums.add_at(4, 1) && sums.add_at(1, 1) && !sums.add_at(3, 1));
         let gaps = sums.gaps();
