@@ -49,8 +49,13 @@ pub(crate) fn triage(args: &[&str]) -> Result<(Vec<Value>, ToolOutput)> {
 /// Runs memtriage on a process or a cgroup. Returns the same as [`triage`].
 pub(crate) fn triage_of(args: &[&str]) -> Result<(Vec<Value>, ToolOutput)> {
     let ended = harness::run("memtriage", &[&["-j"], args].concat())?;
-    let objects = ended.objects_among_lines();
-    Ok((objects.with_context(|| format!("{ended:?}"))?, ended))
+    Ok((objects_of(&ended.stdout)?, ended))
+}
+
+/// Parses the objects that memtriage has printed. Each has the time of the object `host` before it.
+fn objects_of(stdout: &str) -> Result<Vec<Value>> {
+    let object = |line| serde_json::from_str(line).with_context(|| format!("no JSON: {line}"));
+    stdout.lines().map(object).collect()
 }
 
 pub(crate) fn of_type<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
@@ -133,11 +138,7 @@ fn a_container_is_told_its_limit() -> Result<()> {
     }
     let output = command.args(["-j"]).output()?;
     let stdout = String::from_utf8_lossy(&output.stdout);
-    let objects: Vec<Value> = stdout
-        .lines()
-        .map(serde_json::from_str)
-        .collect::<Result<_, _>>()
-        .with_context(|| format!("{output:?}"))?;
+    let objects = objects_of(&stdout)?;
     let host = of_type(&objects, "host");
     ensure!(host[0]["limit_bytes"] == 64 << 20, "{host:?}");
     ensure!(host[0]["memory_bytes"] == memory_total()?, "{host:?}");
@@ -267,7 +268,7 @@ fn what_grows_is_shown() -> Result<()> {
         }
     }
     let ended = tool.interrupt()?;
-    let objects = ended.objects_among_lines()?;
+    let objects = objects_of(&ended.stdout)?;
     let growing = of_type(&objects, "growing").into_iter();
     let pid: u32 = workload.pid().parse()?;
     let own = growing.filter(|row| row["pid"] == pid);
