@@ -79,6 +79,7 @@ fn count(mut program: Workload, options: &[&str]) -> Result<ToolOutput> {
     tool.wait_for_stderr(brkstack::READY)?;
     let facts = program.work()?;
     let ended = tool.interrupt()?;
+    program.finish()?;
     ensure!(ended.status.success(), "{ended:?}");
     let counted = ended
         .stdout
@@ -200,6 +201,7 @@ fn a_perf_map_that_is_a_hole_takes_no_memory() -> Result<()> {
     let memory = tool.peak_kib()?;
     ensure!(memory < 64 << 10, "{memory} KiB");
     ensure!(tool.interrupt()?.status.success(), "it failed");
+    program.finish()?;
     Ok(())
 }
 
@@ -211,6 +213,7 @@ fn names_obey_no_terminal() -> Result<()> {
         tool.wait_for_stderr(brkstack::READY)?;
         program.work()?;
         let ended = tool.interrupt()?;
+        program.finish()?;
         ensure!(
             ended.stdout.contains("202e"),
             "the name is missing: {ended:?}"

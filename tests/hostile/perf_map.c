@@ -53,6 +53,9 @@ int main(int argc, char **argv)
 		usage("WHAT CALLS");
 	unsigned long calls = count(argv[2]);
 
+	snprintf(path, sizeof(path), "/tmp/perf-%d.map", getpid());
+	/* A process that had the same PID may have left its map. */
+	unlink(path);
 	drop_root();
 	void *at = mmap(NULL, PAGE, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS,
 			-1, 0);
@@ -60,7 +63,6 @@ int main(int argc, char **argv)
 	if (at == MAP_FAILED)
 		die("cannot map memory for code: %s", strerror(errno));
 	memcpy(at, code, sizeof(code));
-	snprintf(path, sizeof(path), "/tmp/perf-%d.map", getpid());
 	make(argv[1], (unsigned long)at);
 	ready();
 	for (unsigned long i = 0; i < calls; i++)
