@@ -287,7 +287,7 @@ fn processes_of(pid: u32) -> Result<Vec<(u32, String)>> {
 /// thousandth of one CPU is used.
 fn nothing_is_traced_before_the_mark() -> Result<()> {
     const WATCHED: Duration = Duration::from_secs(20);
-    // The time between two looks depends on what a look takes. An emulated CPU also takes long to wait for the next one.
+    // The time between two looks depends on what a look takes. An emulated CPU also takes long to wait for the next.
     let most = if harness::in_guest() { 0.002 } else { 0.001 };
     let above = harness::scratch()?;
     let recorder = record(&above.path().join("reports"), ALL)?;

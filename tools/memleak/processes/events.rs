@@ -109,7 +109,7 @@ impl Processes<'_> {
                 self.freed_twice(event, output)?;
                 None
             }
-            // The event has already woken up the poller, and make_room() follows.
+            // The event has already woken up the poller, and add_capacity() follows.
             Kind::EVENT_OVERFLOW_FULL => None,
             Kind::EVENT_ALLOC_ENTER => Some(Step::AllocEntered),
             Kind::EVENT_ALLOC_EXIT => Some(Step::AllocExited),
