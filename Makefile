@@ -25,13 +25,15 @@ TEST    ?=
 TOOLS  := $(shell sed -n '/^\[\[bin\]\]/{n;s/^name = "\(.*\)"/\1/p}' Cargo.toml)
 TARGET ?= $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 VERSION := $(shell sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
-OUT    := target/$(TARGET)/release
+# `quick` is the profile of the inner loop; binaries are in target/$(PROFILE).
+PROFILE ?= release
+OUT    := target/$(TARGET)/$(PROFILE)
 
 # Binaries are static: with the C library, too, and with libelf and libz for libbpf. Without --target, RUSTFLAGS would
 # also reach build scripts and procedural macros, which cannot be static. The folders of sources have fixed names in
 # binaries, so that the same source gives the same binary. A folder with a space cannot be passed on, and keeps its own
-# name.
-remap = $(if $(word 2,$(1)),,--remap-path-prefix=$(1)=$(2))
+# name. Other profiles than `release` keep all names: a copy of the folder then has all dependencies compiled.
+remap = $(if $(or $(word 2,$(1)),$(filter-out release,$(PROFILE))),,--remap-path-prefix=$(1)=$(2))
 CARGO_FOLDER := $(or $(CARGO_HOME),$(HOME)/.cargo)
 export RUSTFLAGS := -C target-feature=+crt-static $(call remap,$(CURDIR),/usr/src/bpf-memtools) \
 	$(call remap,$(CARGO_FOLDER),/usr/src/cargo) \
@@ -44,7 +46,7 @@ CARGO = cargo
 unexport DESTDIR PREFIX SUFFIX
 MAKEOVERRIDES =
 
-FLAGS = --release --locked --features static --target $(TARGET)
+FLAGS = --profile $(PROFILE) --locked --features static --target $(TARGET)
 
 BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-config
 LINT_PACKAGES  = clang-format
@@ -58,8 +60,8 @@ PACKAGES_TEST_PACKAGES = python3-venv python3-yaml lintian rpmlint mmdebstrap de
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
-	install -d target/release
-	install $(addprefix $(OUT)/,$(TOOLS)) target/release/
+	install -d target/$(PROFILE)
+	install $(addprefix $(OUT)/,$(TOOLS)) target/$(PROFILE)/
 
 deps:
 	@scripts/need $(BUILD_PACKAGES)
@@ -86,7 +88,7 @@ test-host: build
 
 test-vm: build
 	@scripts/need $(TEST_PACKAGES)
-	scripts/test-vm "$(KERNEL)" $(FLAGS) -- $(TEST)
+	PROFILE=$(PROFILE) scripts/test-vm "$(KERNEL)" $(FLAGS) -- $(TEST)
 
 SHARE = $(DESTDIR)$(PREFIX)/share
 BASH  = $(SHARE)/bash-completion/completions
