@@ -2,8 +2,10 @@
 #
 #   make build     release binaries, fully static, in target/release
 #   make demo      build, and run memleak on a program that leaks
-#   make test      everything that CI runs: style, lints, tests on this kernel and on five others in QEMU
-#   make test-vm KERNEL=6.1 TEST=memleak      the tests that match, on one of the five
+#   make test      style, lints, and all tests on this kernel
+#   make test-all  what CI runs: the same, the tests on five other kernels in QEMU, and the packages
+#   make test-host TEST=memleak::threads_exact      the end-to-end tests that match, on this kernel
+#   make test-vm KERNEL=6.1 TEST=memleak            the same on one of the five
 #   make install   PREFIX=/usr/local DESTDIR= SUFFIX=   (SUFFIX=-mt where a distribution has the names already)
 #   make uninstall with the same
 #   make release   target/dist/bpf-memtools-VERSION-TARGET.tar.zst: binaries, man pages, completions, licences, SBOM
@@ -25,8 +27,8 @@ TEST    ?=
 TOOLS  := $(shell sed -n '/^\[\[bin\]\]/{n;s/^name = "\(.*\)"/\1/p}' Cargo.toml)
 TARGET ?= $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 VERSION := $(shell sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
-# `quick` is the profile of the inner loop; binaries are in target/$(PROFILE).
-PROFILE ?= release
+# `quick` is the profile of the inner loop and of the tests; binaries are in target/$(PROFILE).
+PROFILE ?= $(if $(filter lint test test-all test-host test-vm,$(MAKECMDGOALS)),quick,release)
 OUT    := target/$(TARGET)/$(PROFILE)
 
 # Binaries are static: with the C library, too, and with libelf and libz for libbpf. Without --target, RUSTFLAGS would
@@ -50,13 +52,14 @@ FLAGS = --profile $(PROFILE) --locked --features static --target $(TARGET)
 
 BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-config
 LINT_PACKAGES  = clang-format
-TEST_PACKAGES  = g++ binutils valgrind musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools strace gdb procps smem python3 python3-dev python3-venv python3-prometheus-client python3-protobuf protobuf-compiler golang-go openjdk-17-jdk-headless nodejs mono-mcs curl tzdata xz-utils dwz debuginfod chromium golang-github-google-pprof-dev
+# For all end-to-end tests. scripts/prerequisites has what some of them need in addition.
+TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 procps python3 tzdata xz-utils dwz
 RELEASE_PACKAGES = zstd python3
 PACKAGES_PACKAGES = rpm
 IMAGE_PACKAGES = buildah
 PACKAGES_TEST_PACKAGES = python3-venv python3-yaml lintian rpmlint mmdebstrap debian-archive-keyring
 
-.PHONY: build deps demo test lint test-host test-vm install uninstall release packages crate image test-packages test-reproducible bench clean vmlinux
+.PHONY: build deps demo test test-all lint test-host test-vm install uninstall release packages crate image test-packages test-reproducible bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -70,7 +73,14 @@ deps:
 demo: build
 	scripts/demo
 
-test: lint test-host test-vm
+test: lint test-host
+
+test-all: test test-vm
+	if scripts/due test-reproducible 1; then $(MAKE) test-reproducible; \
+	elif scripts/due test-packages 0 $(PACKED_BY); then $(MAKE) test-packages; fi
+
+# What packages are made by, and tested by.
+PACKED_BY = .ci Cargo.lock Cargo.toml Makefile build.rs packaging scripts tests/packages
 
 lint: deps
 	@scripts/need $(LINT_PACKAGES)
@@ -79,16 +89,13 @@ lint: deps
 	$(CARGO) clippy $(FLAGS) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(FLAGS) --no-deps --lib --document-private-items
 
-test-host: build
+test-host: deps
 	@scripts/need $(TEST_PACKAGES)
-	scripts/java target/java
-	scripts/pythons target/pythons
-	scripts/dotnet target/dotnet
 	scripts/test-host $(FLAGS) -- $(TEST)
 
-test-vm: build
+test-vm: deps
 	@scripts/need $(TEST_PACKAGES)
-	PROFILE=$(PROFILE) scripts/test-vm "$(KERNEL)" $(FLAGS) -- $(TEST)
+	scripts/test-vm "$(KERNEL)" $(FLAGS) -- $(TEST)
 
 SHARE = $(DESTDIR)$(PREFIX)/share
 BASH  = $(SHARE)/bash-completion/completions
