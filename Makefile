@@ -31,7 +31,7 @@ VERSION := $(shell sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
 PROFILE ?= $(if $(filter lint test test-all test-host test-vm,$(MAKECMDGOALS)),quick,release)
 OUT    := target/$(TARGET)/$(PROFILE)
 
-# Binaries are static: with the C library, too, and with libelf and libz for libbpf. Without --target, RUSTFLAGS would
+# Binaries are static: with the C library, too, and with libelf and zlib for libbpf. Without --target, RUSTFLAGS would
 # also reach build scripts and procedural macros, which cannot be static. The folders of sources have fixed names in
 # binaries, so that the same source gives the same binary. A folder with a space cannot be passed on, and keeps its own
 # name. Other profiles than `release` keep all names: a copy of the folder then has all dependencies compiled.
@@ -41,7 +41,10 @@ export RUSTFLAGS := -C target-feature=+crt-static $(call remap,$(CURDIR),/usr/sr
 	$(call remap,$(CARGO_FOLDER),/usr/src/cargo) \
 	$(call remap,$(shell rustc --print sysroot 2>/dev/null)/lib/rustlib/src/rust,/usr/src/rust)
 export LIBBPF_SYS_EXTRA_CFLAGS := -ffile-prefix-map=$(CARGO_FOLDER)=/usr/src/cargo
-export LIBBPF_SYS_LIBRARY_PATH = $(dir $(shell $(CC) -print-file-name=libelf.a))
+# scripts/libelf makes the two libraries, and libbpf-sys links them. C_INCLUDE_PATH may have a space, unlike -I in flags.
+LIBELF := $(CURDIR)/target/libelf/$(TARGET)
+export LIBBPF_SYS_LIBRARY_PATH_$(subst -,_,$(TARGET)) = $(LIBELF)/lib
+export C_INCLUDE_PATH := $(LIBELF)/include
 CARGO = cargo
 
 # Variables of `make install`. libbpf's own Makefile, which cargo runs, would install by them.
@@ -50,7 +53,7 @@ MAKEOVERRIDES =
 
 FLAGS = --profile $(PROFILE) --locked --features static --target $(TARGET)
 
-BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-config
+BUILD_PACKAGES = clang gcc libc6-dev pkg-config
 LINT_PACKAGES  = clang-format
 # For all end-to-end tests. scripts/prerequisites has what some of them need in addition.
 TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 procps python3 tzdata xz-utils dwz
@@ -69,6 +72,7 @@ build: deps
 deps:
 	@scripts/need $(BUILD_PACKAGES)
 	@command -v cargo >/dev/null || { echo "make: no cargo; install Rust 1.88 or later: https://rustup.rs" >&2; exit 1; }
+	@CC="$(CC)" scripts/libelf "$(LIBELF)"
 
 demo: build
 	scripts/demo

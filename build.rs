@@ -52,18 +52,6 @@ fn main() -> Result<()> {
         }
     }
     fs::write(out.join("objects.rs"), objects + "]\n").context("failed to list the objects")?;
-
-    // Since 0.189 a static libelf wants zstd, which libbpf-sys does not link.
-    if env::var_os("CARGO_FEATURE_STATIC").is_some() {
-        println!("cargo:rerun-if-env-changed=LIBBPF_SYS_LIBRARY_PATH");
-        let folder = env::var("LIBBPF_SYS_LIBRARY_PATH").unwrap_or_default();
-        if folder
-            .split(':')
-            .any(|folder| PathBuf::from(folder).join("libzstd.a").exists())
-        {
-            println!("cargo:rustc-link-arg=-l:libzstd.a");
-        }
-    }
     Ok(())
 }
 
