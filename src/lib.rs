@@ -17,14 +17,17 @@
 //! ([`map_counts`](bpf::map_counts)), and symbolizes the stacks' frames ([`symbolize`](stacks::symbolize)). Events
 //! and stacks that a full map could not take are counted by reason in the kernel, and are reported beside the counts.
 //!
-//! # Modules
+//! # Rooms
+//!
+//! Each row is a floor: a module imports only from the rows above its own. `tests/suite.rs` reads the order here.
 //!
 //! | module | what it holds |
 //! |---|---|
+//! | [`parse`] | values of options, and the error of wrong usage |
 //! | [`mod@print`] | how a value becomes text or JSON |
+//! | [`host`] | what the kernel itself tells about memory and the machine, without tracing |
 //! | [`mod@bpf`] | BPF objects, their maps and hooks, and what this kernel allows |
 //! | [`code`] | machine code and the ELF files that it comes from |
-//! | [`host`] | what the kernel itself tells about memory and the machine, without tracing |
 //! | [`mod@process`] | the traced processes, and what they have mapped |
 //! | [`interpreters`] | Python and Java frames: which function an interpreter executes in a native frame |
 //! | [`stacks`] | call stacks, from the unwinding in BPF programs to the symbols |
@@ -41,6 +44,7 @@ pub mod export;
 pub mod heap;
 pub mod host;
 pub mod interpreters;
+pub mod parse;
 pub mod print;
 pub mod process;
 pub mod run;

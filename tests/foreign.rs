@@ -15,6 +15,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use elf_file::{KINDS, Kind, TEXT};
+use memtools::code::eh_frame;
 use memtools::code::elf;
 use memtools::code::elf_file::NotElf;
 use memtools::code::probe_point;
@@ -87,7 +88,7 @@ fn read_all(file: &File) -> bool {
         // The sum is over all of the index.
         anyhow::Ok(rules.pages().map(|rows| u64::from(rows.end)).sum::<u64>())
     });
-    if let Ok(functions) = timed("functions_of", || Rules::functions_of(file)) {
+    if let Ok(functions) = timed("functions_of", || eh_frame::functions_of(file)) {
         // A file without copies of pymalloc, or with odd ones, has no places.
         let _ = timed("pymalloc", || pymalloc::places(file, &functions));
     }

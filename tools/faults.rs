@@ -15,6 +15,7 @@ use memtools::bpf::kernel_support;
 use memtools::bpf::software_event;
 use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
 use memtools::export::profile::ValueType;
+use memtools::host::page_size;
 use memtools::print::clock;
 use memtools::print::output::{Format, Output, Row};
 use memtools::process::container::{self, CgroupInfo, ContainerArgs};
@@ -225,7 +226,7 @@ fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     options.kernel_mode_only = args.kernel_mode.into();
     options.with_user_stacks = args.user_stacks().into();
     options.with_kernel_stacks = (args.kernel_stacks && !args.by_process).into();
-    options.page_bytes = kernel_support::page_bytes()? as u32;
+    options.page_bytes = page_size::page_bytes()? as u32;
     open.load()
 }
 

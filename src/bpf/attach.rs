@@ -29,7 +29,7 @@ use crate::bpf::kernel_support;
 use crate::bpf::kretprobe;
 use crate::bpf::map_create;
 use crate::bpf::software_event;
-use crate::run::cli::UsageError;
+use crate::parse::UsageError;
 
 /// Whether --verbose was given.
 static VERBOSE: AtomicBool = AtomicBool::new(false);

@@ -11,7 +11,6 @@ use memmap2::{Mmap, MmapOptions};
 use nix::mount::{MsFlags, mount};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::utsname::uname;
-use nix::unistd::{SysconfVar, sysconf};
 
 use crate::bpf::btf::Types;
 use crate::host::capabilities::{self, Capability};
@@ -150,26 +149,6 @@ pub fn warn_if_no_reclaim_target(tool: &str) {
     if !btf_has_name("target_mem_cgroup") {
         eprintln!("{tool}: this kernel's BTF lacks struct scan_control: LIMITED is not known");
     }
-}
-
-/// Bytes of a page.
-///
-/// # Errors
-/// If the C library does not know it.
-pub fn page_bytes() -> Result<u64> {
-    let page = sysconf(SysconfVar::PAGE_SIZE)
-        .ok()
-        .flatten()
-        .context("no page size")?;
-    Ok(page.cast_unsigned())
-}
-
-/// Binary logarithm of the bytes of a page.
-///
-/// # Errors
-/// If the C library does not know a page's size.
-pub fn page_shift() -> Result<u32> {
-    Ok(page_bytes()?.trailing_zeros())
 }
 
 /// Whether a type, function or enumerator of this name is in the kernel's BTF.

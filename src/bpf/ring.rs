@@ -5,15 +5,10 @@ use std::collections::VecDeque;
 use std::collections::vec_deque::IntoIter;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::rc::Rc;
-use std::time::Instant;
 
 use anyhow::{Context, Result};
-use libbpf_rs::{Link, MapCore, RingBuffer, RingBufferBuilder};
+use libbpf_rs::{MapCore, RingBuffer, RingBufferBuilder};
 use plain::Plain;
-
-use crate::bpf::attach;
-use crate::run::poll::Poller;
-use crate::run::priority;
 
 /// Events that are passed to a tool at once, at most. Printing this many takes about 10 ms, during which the ring
 /// buffer has space for more.
@@ -88,7 +83,7 @@ impl<'map, T: 'map> Events<'map, T> {
 
     /// Reads the ring buffer, unless [`MAX_QUEUED`] events wait. Returns the first events of the queue,
     /// [`MAX_BATCH`] at most.
-    fn next(&self) -> Result<IntoIter<T>> {
+    pub(crate) fn next(&self) -> Result<IntoIter<T>> {
         if self.queue.borrow().len() < MAX_QUEUED {
             self.read()?;
         }
@@ -101,45 +96,8 @@ impl<'map, T: 'map> Events<'map, T> {
     }
 
     /// Whether no event waits in the queue.
-    fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.queue.borrow().is_empty()
-    }
-
-    /// Passes all events to `each` as they arrive, some at a time, until a source of the poller or the deadline ends
-    /// the trace. Then detaches the links, and passes on the events that arrived until the links were detached.
-    ///
-    /// The ring buffer is read again after each call of `each`. A burst is thus held in user space, which has more
-    /// memory for it. The thread's priority is raised, so that on a busy machine the buffer is read in time.
-    ///
-    /// # Errors
-    /// If the buffer cannot be read, the kernel does not let us wait, or `each` fails.
-    pub fn follow<'a>(
-        &'a self,
-        mut poller: Poller<'a>,
-        deadline: Option<Instant>,
-        links: Vec<Link>,
-        mut each: impl FnMut(IntoIter<T>) -> Result<()>,
-    ) -> Result<()> {
-        priority::raise();
-        poller.watch_events(self);
-        loop {
-            let wake = if self.is_idle() {
-                poller.wait(deadline)?
-            } else {
-                poller.poll_now(deadline)?
-            };
-            each(self.next()?)?;
-            if wake.stop || wake.deadline || wake.exited {
-                break;
-            }
-        }
-        attach::detach(links);
-        loop {
-            each(self.next()?)?;
-            if self.is_idle() {
-                return Ok(());
-            }
-        }
     }
 
     /// Returns the number of records that could not be decoded, such as records too short for the event type. Only a

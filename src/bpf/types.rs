@@ -3,6 +3,8 @@
 use anyhow::{Result, anyhow};
 use plain::Plain;
 
+use crate::print::histogram::Histogram;
+
 crate::generated!("shared");
 
 pub use generated::types::{
@@ -39,6 +41,12 @@ unsafe impl Plain for histogram {}
 unsafe impl Plain for stack_count {}
 // SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for stack_count_key {}
+
+impl From<&histogram> for Histogram {
+    fn from(histogram: &histogram) -> Self {
+        histogram.slots.into()
+    }
+}
 
 /// Value of a number that a BPF program could not read; UNKNOWN of `memtools.bpf.h`.
 pub const UNKNOWN: u64 = u64::MAX;

@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | `arch` | code for one architecture, in a folder of its name: function entries, contents of registers, jumps |
+//! | [`eh_frame`] | the functions that have unwind information |
 //! | [`elf`] | queries of ELF files: functions by name, code, kind of program |
 //! | [`elf_file`] | parser for the headers, symbols and relocations of an ELF file |
 //! | [`instruction`] | the instruction at a place in a file |
@@ -18,6 +19,7 @@
 #[cfg(target_arch = "x86_64")]
 #[path = "x86_64/mod.rs"]
 mod arch;
+pub mod eh_frame;
 pub mod elf;
 pub mod elf_file;
 pub mod limits;

@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`values`] | files of named numbers: meminfo, vmstat, memory.stat |
+//! | [`page_size`] | the size of a page |
 //! | [`packages`] | the package that a file belongs to |
 //! | [`pressure`] | how long tasks were stalled because memory was short |
 //! | [`slabinfo`] | slab caches and the bytes of their pages |
@@ -22,6 +23,7 @@ pub mod kernel_log;
 pub mod memory_cgroups;
 pub mod mounts;
 pub mod packages;
+pub mod page_size;
 pub mod pressure;
 pub mod slabinfo;
 pub mod values;

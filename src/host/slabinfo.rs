@@ -5,7 +5,7 @@ use std::fs;
 
 use serde::Serialize;
 
-use crate::bpf::kernel_support;
+use crate::host::page_size;
 use crate::print::text;
 
 /// `/proc/slabinfo` at one moment, by cache. The kernel merges similar caches into one, which has the name of the
@@ -25,7 +25,7 @@ pub struct Usage {
 impl Slabinfo {
     /// Reads the present caches; empty if the file cannot be read.
     pub fn read() -> Self {
-        let page_bytes = kernel_support::page_bytes().unwrap_or_default();
+        let page_bytes = page_size::page_bytes().unwrap_or_default();
         let text = fs::read_to_string("/proc/slabinfo").unwrap_or_default();
         Self::parse(&text, page_bytes.cast_signed())
     }

@@ -6,6 +6,7 @@
 //! | [`hotspot`] | HotSpot: the code that it generates, and the names of Java functions |
 //! | `memory` | the memory of a process that has an interpreter |
 //! | [`python`] | CPython: its code objects, and their lines |
+//! | [`raw_frame`] | a frame as a stack has it: native, or an interpreter's |
 //! | `search` | the search for an interpreter in the files that a process maps as code |
 //! | `registry` | what the BPF side and the user have been told about the interpreters of processes |
 
@@ -15,6 +16,7 @@ pub(crate) mod finders;
 pub mod hotspot;
 pub(crate) mod memory;
 pub mod python;
+pub mod raw_frame;
 mod registry;
 mod search;
 

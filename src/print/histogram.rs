@@ -6,7 +6,6 @@ use std::io::{self, Write};
 
 use serde::{Serialize, Serializer};
 
-use crate::bpf::types;
 use crate::print::output::Row;
 
 /// Slots of a histogram: one for zeros and one for each length in bits.
@@ -126,12 +125,6 @@ impl Default for Histogram {
 impl From<[u64; SLOTS]> for Histogram {
     fn from(slots: [u64; SLOTS]) -> Self {
         Self { slots }
-    }
-}
-
-impl From<&types::histogram> for Histogram {
-    fn from(histogram: &types::histogram) -> Self {
-        histogram.slots.into()
     }
 }
 

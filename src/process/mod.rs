@@ -9,6 +9,7 @@
 //! | [`guard`] | a process that outlives the tool, to undo temporary changes |
 //! | [`inherited`] | signals and limits as the caller has set them, and the signals that end a run |
 //! | [`cgroup`] | cgroups by their ids |
+//! | [`complete`] | completion of processes and cgroups in shells |
 //! | [`container`] | the cgroup of a task, and the container of this cgroup |
 //! | [`origin`] | the time and the thread of an event |
 //! | [`mapped_file`] | a file of another user, opened once |
@@ -20,6 +21,7 @@
 pub mod address_space;
 pub mod cgroup;
 pub mod command;
+pub mod complete;
 pub mod container;
 pub mod filter;
 pub mod follow;

@@ -13,9 +13,9 @@ use std::str::FromStr;
 use anyhow::{Context, Result, anyhow, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::bpf::kernel_support;
 use crate::code::elf;
 use crate::host::capabilities::{self, Capability};
+use crate::host::page_size;
 use crate::print::text;
 use crate::process::mapped_file::{self, MappedFile};
 
@@ -194,7 +194,7 @@ impl Process {
     pub fn resident_bytes(&self) -> Option<u64> {
         let sizes = fs::read_to_string(self.file("statm")).ok()?;
         let pages: u64 = sizes.split(' ').nth(1)?.parse().ok()?;
-        let bytes = pages * kernel_support::page_bytes().ok()?;
+        let bytes = pages * page_size::page_bytes().ok()?;
         (bytes > 0).then_some(bytes)
     }
 

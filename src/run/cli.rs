@@ -8,13 +8,10 @@
 //! | 3 | memleak with `--fail-on`: more growth than that permits |
 //! | any | with `-c COMMAND`, the command's own status |
 
-use std::error::Error;
-use std::fmt;
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -24,6 +21,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::bpf::kretprobe;
 use crate::export::perfetto::Tracks;
+use crate::parse::{self, UsageError};
 use crate::print::output::{Format, Output, ReaderStalled};
 use crate::process::inherited;
 use crate::run::complete;
@@ -102,7 +100,7 @@ fn set_mmap_threshold() {
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct CommonArgs {
     /// Stop after this many seconds, which may have a fraction [default: at Ctrl-C]
-    #[arg(short, short_alias = 'D', long, value_name = "SECONDS", value_parser = seconds)]
+    #[arg(short, short_alias = 'D', long, value_name = "SECONDS", value_parser = parse::seconds)]
     pub duration: Option<Duration>,
 
     /// Print one JSON object a line
@@ -188,40 +186,6 @@ pub fn start<'a>(
     Ok((poller, output))
 }
 
-/// Parses a number of seconds that is not 0, such as `10` or `0.5`.
-///
-/// # Errors
-/// If the text is no such number, or out of bounds. The error is the text for the user.
-pub fn seconds(text: &str) -> Result<Duration, String> {
-    // A longer time than the kernel's timers take is as good as for ever.
-    const MOST: f64 = 1e9;
-    match text.parse() {
-        Ok(seconds) if (1e-3..=MOST).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        Ok(_) => Err("must be from 0.001 to 1000000000 seconds".into()),
-        Err(_) => Err("not a number of seconds, such as 10 or 0.5".into()),
-    }
-}
-
-/// Parses a whole number that is not 0.
-///
-/// # Errors
-/// If the text is no such number. The error is the text for the user.
-pub fn count<N: FromStr + PartialOrd + Default>(text: &str) -> Result<N, String> {
-    match text.parse::<N>() {
-        Ok(number) if number > N::default() => Ok(number),
-        _ => Err("must be a whole number above 0".into()),
-    }
-}
-
-/// Parses a whole number, which may be 0.
-///
-/// # Errors
-/// If the text is no such number. The error is the text for the user.
-pub fn number<N: FromStr>(text: &str) -> Result<N, String> {
-    text.parse()
-        .map_err(|_| "must be a whole number, not too large".into())
-}
-
 /// Parses the maximum number of frames of a stack.
 ///
 /// # Errors
@@ -232,37 +196,6 @@ pub fn stack_depth(text: &str) -> Result<u32, String> {
         _ => Err(format!("must be from 1 to {MAX_DEPTH}")),
     }
 }
-
-/// Parses the id of a process or thread.
-///
-/// # Errors
-/// If the text is no such id. The error is the text for the user.
-pub fn pid(text: &str) -> Result<u32, String> {
-    count(text).map_err(|_| "must be the number of a process, as ps -e shows it".into())
-}
-
-/// Parses a number of bytes, such as `4096`, `512K` or `1G`, in powers of 1024.
-///
-/// # Errors
-/// If the text is no such number. The error is the text for the user.
-pub fn bytes(text: &str) -> Result<u64, String> {
-    let sizes = parse_size::Config::new().with_binary();
-    sizes
-        .parse_size(text)
-        .map_err(|_| "not a number of bytes, such as 4096, 512K or 1G".into())
-}
-
-/// Error of arguments that contradict each other; exit status 2.
-#[derive(Debug)]
-pub struct UsageError(pub String);
-
-impl fmt::Display for UsageError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl Error for UsageError {}
 
 /// Whether the reader of our output is gone: `head` closes its input when it has enough. [`Output`] reports a closed
 /// terminal as a broken pipe, too.
@@ -309,15 +242,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seconds_may_have_a_fraction_but_not_be_none() {
-        assert_eq!(seconds("10"), Ok(Duration::from_secs(10)));
-        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
-        for wrong in ["0", "-1", "NaN", "inf", "5s", "", "1e30"] {
-            assert!(seconds(wrong).is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
     fn messages_are_the_system_s() {
         let error = anyhow::Error::from(io::Error::from_raw_os_error(libc::ENOENT));
         let error = error.context("failed to open x");
@@ -325,16 +249,6 @@ mod tests {
             in_plain_words(&format!("{error:#}; see: y")),
             "failed to open x: No such file or directory; see: y"
         );
-    }
-
-    #[test]
-    fn bytes_are_in_powers_of_1024() {
-        assert_eq!(bytes("4093"), Ok(4093));
-        assert_eq!((bytes("512K"), bytes("1G")), (Ok(512 << 10), Ok(1 << 30)));
-        assert_eq!((bytes("4k"), bytes("4KiB")), (Ok(4 << 10), Ok(4 << 10)));
-        for wrong in ["", "-1", "K", "1X"] {
-            assert!(bytes(wrong).is_err(), "{wrong}");
-        }
     }
 
     #[test]

@@ -3,9 +3,10 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`cli`] | running a tool: arguments, exit status, errors |
-//! | [`complete`] | completion in shells |
+//! | `complete` | completion in shells |
 //! | [`skeleton`] | a BPF object of a tool, from opening to loading |
 //! | [`target`] | what is traced: the processes that pass the filter, or a command |
+//! | `follow` | following a ring buffer until the trace ends |
 //! | [`poll`] | one wait for events, ticks, signals and the target's end |
 //! | [`schedule`] | when a counting tool reports |
 //! | [`count_stacks`] | counts by process and stack, kept in the kernel |
@@ -16,8 +17,9 @@
 //! | [`protect`] | protection of a tool when memory runs out |
 
 pub mod cli;
-pub mod complete;
+mod complete;
 pub mod count_stacks;
+mod follow;
 pub mod losses;
 pub mod poll;
 pub mod priority;

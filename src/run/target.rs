@@ -8,11 +8,11 @@ use anyhow::Result;
 
 use crate::bpf::kernel_support;
 use crate::export::files::ExportArgs;
+use crate::parse::UsageError;
 use crate::print::text;
 use crate::process::command::{CommandLine, HeldCommand};
 use crate::process::filter::{Filter, FilterArgs, TaskKind};
 use crate::process::proc::Process;
-use crate::run::cli::UsageError;
 use crate::run::poll::Poller;
 use crate::run::privileges;
 use crate::stacks::symbolize::Symbolizer;

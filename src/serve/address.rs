@@ -17,8 +17,8 @@ use nix::sys::socket::{
 };
 use nix::sys::stat::{Mode, umask};
 
+use crate::parse::UsageError;
 use crate::print::text;
-use crate::run::cli::UsageError;
 
 /// Prefix of a path on the command line, which tells it from an address.
 const UNIX: &str = "unix:";

@@ -2,10 +2,10 @@
 
 use crate::code::lines::SourceLine;
 use crate::interpreters::hotspot::names::JavaNames;
+use crate::interpreters::raw_frame::RawFrame;
 use crate::stacks::named::Source;
 use crate::stacks::perf_map::PerfMaps;
 use crate::stacks::python_names::PythonNames;
-use crate::stacks::table::RawFrame;
 
 /// Names for the frames of each interpreter.
 #[derive(Debug, Clone)]

@@ -2,9 +2,9 @@
 
 use crate::interpreters::python::codes::{CodeLookup, Codes};
 use crate::interpreters::python::lines::Instruction;
+use crate::interpreters::raw_frame::RawFrame;
 use crate::interpreters::{InterpreterArgs, PythonLines};
 use crate::stacks::named::Frame;
-use crate::stacks::table::RawFrame;
 
 /// Symbolizer for frames of Python, by the options of the command line.
 #[derive(Debug, Clone)]

@@ -13,6 +13,7 @@ use std::rc::Rc;
 
 use anyhow::{Context, Result};
 
+use crate::interpreters::raw_frame::RawFrame;
 use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, TrackedProcesses};
 use crate::process::mapping_log::MappingLog;
 use crate::process::proc::Process;
@@ -25,7 +26,7 @@ use crate::stacks::named::{Frame, FrameKind, Part, Source, Symbolize};
 use crate::stacks::perf_map::PerfMaps;
 use crate::stacks::python_names::{Found, PythonNames};
 use crate::stacks::runtimes::{self, UnnamedPlaces};
-use crate::stacks::table::{RawFrame, Side, Stack};
+use crate::stacks::table::{Side, Stack};
 
 /// Symbolizer for the frames of stacks.
 pub struct Symbolizer {

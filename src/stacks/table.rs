@@ -14,10 +14,7 @@ use nix::unistd::{SysconfVar, sysconf};
 use crate::bpf::fill_level::{self, FillLevel, Table, TableUsage};
 use crate::bpf::map_create;
 use crate::bpf::types;
-
-mod raw_frame;
-
-pub use raw_frame::RawFrame;
+use crate::interpreters::raw_frame::RawFrame;
 
 /// Maximum number of frames that the table holds of a stack.
 pub const MAX_DEPTH: u32 = types::stack_layout::STACK_MAX_DEPTH.0;

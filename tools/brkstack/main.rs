@@ -14,6 +14,7 @@ use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::{attach, kernel_support, map_create};
 use memtools::export::profile::ValueType;
+use memtools::host::page_size;
 use memtools::print::output::Output;
 use memtools::process::container;
 use memtools::process::filter::{Filter, TaskKind};
@@ -143,7 +144,7 @@ fn load(args: &Args, filter: &Filter, tracepoints: &[&str]) -> Result<Loaded> {
         map_create::set_capacity(&mut open.maps.counts_b, 1)?;
     } else {
         // A ring buffer needs at least one page.
-        let page = kernel_support::page_bytes()? as u32;
+        let page = page_size::page_bytes()? as u32;
         map_create::set_capacity(&mut open.maps.events, page)?;
     }
     let functions = args.programs_on_functions();

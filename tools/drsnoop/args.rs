@@ -3,8 +3,9 @@
 use clap::Parser;
 use memtools::export::files::ExportArgs;
 use memtools::export::metrics::MetricsArgs;
+use memtools::parse;
 use memtools::process::container::ContainerArgs;
-use memtools::run::cli::{self, CommonArgs};
+use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
 use memtools::stacks::unwind::UnwindArgs;
 
@@ -38,11 +39,11 @@ pub(crate) struct Args {
     pub(crate) print_uid: bool,
 
     /// Trace only tasks of this user
-    #[arg(short, long, value_name = "UID", value_parser = cli::number::<u32>)]
+    #[arg(short, long, value_name = "UID", value_parser = parse::number::<u32>)]
     pub(crate) uid: Option<u32>,
 
     /// Trace only this thread, and show thread ids; wins over --pid
-    #[arg(short, long, value_name = "TID", value_parser = cli::pid)]
+    #[arg(short, long, value_name = "TID", value_parser = parse::pid)]
     pub(crate) tid: Option<u32>,
 
     /// Add what was asked for: KIND, ORDER (of pages), GFP (flags), CGROUP (version 2) and, with --memcg, LIMITED, whose limit it was
@@ -122,6 +123,8 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
+    use memtools::run::cli;
+
     use super::*;
 
     #[test]

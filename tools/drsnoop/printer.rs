@@ -5,11 +5,11 @@ use std::rc::Rc;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
-use memtools::bpf::kernel_support;
 use memtools::bpf::types::known;
 use memtools::export::files::{Exports, ProfileInfo};
 use memtools::export::metrics::{Family, Kind as Sums, Metrics};
 use memtools::export::profile::{Sample, ValueType};
+use memtools::host::page_size;
 use memtools::host::values::Values;
 use memtools::print::clock::Clock;
 use memtools::print::gfp::Gfp;
@@ -95,7 +95,7 @@ impl<'a> Printer<'a> {
             stalls: HashMap::new(),
             exports,
             metrics,
-            page_kb: kernel_support::page_bytes()? / 1024,
+            page_kb: page_size::page_bytes()? / 1024,
             shows_free: args.shows_free(),
             told_of_free: false,
             columns: args.columns(),

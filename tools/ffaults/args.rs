@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use memtools::export::metrics::{Family, MetricsArgs};
+use memtools::parse;
 use memtools::process::container::ContainerArgs;
-use memtools::run::cli::{self, CommonArgs};
+use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
 
 use crate::report::{FAULTS, MAJOR};
@@ -45,7 +46,7 @@ pub(crate) struct Args {
     pub(crate) hook: Option<Hook>,
 
     /// Show only the N with the most faults
-    #[arg(long, value_name = "N", value_parser = cli::count::<usize>)]
+    #[arg(long, value_name = "N", value_parser = parse::count::<usize>)]
     pub(crate) top: Option<usize>,
 
     /// Print the time before each summary
@@ -65,11 +66,11 @@ pub(crate) struct Args {
     pub(crate) common: CommonArgs,
 
     /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
-    #[arg(value_parser = cli::seconds)]
+    #[arg(value_parser = parse::seconds)]
     pub(crate) interval: Option<Duration>,
 
     /// Summaries before it exits [default: until Ctrl-C]
-    #[arg(value_parser = cli::count::<u64>)]
+    #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 }
 
@@ -100,6 +101,8 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
+    use memtools::run::cli;
+
     use super::*;
 
     #[test]

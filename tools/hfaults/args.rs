@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use clap::Parser;
 use memtools::export::metrics::MetricsArgs;
+use memtools::parse;
 use memtools::process::container::ContainerArgs;
-use memtools::run::cli::{self, CommonArgs};
+use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
 
 /// Count faults on huge pages, by process.
@@ -53,11 +54,11 @@ pub(crate) struct Args {
     pub(crate) common: CommonArgs,
 
     /// Seconds between reports [default: one report, at the end]
-    #[arg(value_parser = cli::seconds)]
+    #[arg(value_parser = parse::seconds)]
     pub(crate) interval: Option<Duration>,
 
     /// Reports before it exits [default: until Ctrl-C]
-    #[arg(value_parser = cli::count::<u64>)]
+    #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 }
 
@@ -82,6 +83,8 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
+    use memtools::run::cli;
+
     use super::*;
 
     #[test]

@@ -10,6 +10,7 @@ use memtools::bpf::attach::{self, Feature, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::bpf::software_event;
+use memtools::host::page_size;
 use memtools::process::container;
 use memtools::process::filter::Filter;
 use perf_event::events::Software;
@@ -182,7 +183,7 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
         options.huge_page_shift = bytes.and_then(u64::checked_ilog2).unwrap_or(21);
         options.uses_zero_page = (setting("use_zero_page") != Some(0)).into();
     }
-    options.page_shift_base = kernel_support::page_shift()?;
+    options.page_shift_base = page_size::page_shift()?;
     let mut skel = open.load_only(&programs)?;
     let by_name: Vec<&str> = programs
         .iter()

@@ -8,11 +8,12 @@ use clap::{Parser, ValueEnum};
 use clap_complete::engine::ArgValueCompleter;
 use memtools::export::files::{ExportArgs, Exports};
 use memtools::export::perfetto::Heaps;
+use memtools::parse::{self, UsageError};
 use memtools::print::output::{Format, Output};
+use memtools::process::complete;
 use memtools::process::container::ContainerArgs;
 use memtools::process::filter::{FilterArgs, cgroup_path};
-use memtools::run::cli::{self, UsageError};
-use memtools::run::complete;
+use memtools::run::cli;
 use memtools::run::poll::Poller;
 use memtools::run::skeleton::StackCapacity;
 use memtools::run::target::TargetArgs;
@@ -86,15 +87,15 @@ examples:
 )]
 pub(crate) struct Args {
     /// Seconds between reports
-    #[arg(default_value = "5", value_parser = cli::seconds)]
+    #[arg(default_value = "5", value_parser = parse::seconds)]
     pub(crate) interval: Duration,
 
     /// Reports before it exits [default: until Ctrl-C]
-    #[arg(value_parser = cli::count::<u64>)]
+    #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 
     /// Trace these processes
-    #[arg(help_heading = WHOSE, short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = cli::pid, add = ArgValueCompleter::new(complete::pids))]
+    #[arg(help_heading = WHOSE, short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = parse::pid, add = ArgValueCompleter::new(complete::pids))]
     pub(crate) pid: Vec<u32>,
 
     /// Run this command and trace it; its exit status becomes ours
@@ -120,16 +121,16 @@ pub(crate) struct Args {
         value_name = "BYTES",
         default_value_t = 0,
         hide_default_value = true,
-        value_parser = cli::bytes
+        value_parser = parse::bytes
     )]
     pub(crate) min_size: u64,
 
     /// Record only allocations of at most this many bytes
-    #[arg(help_heading = RECORD, short = 'Z', long, value_name = "BYTES", default_value_t = u64::MAX, hide_default_value = true, value_parser = cli::bytes)]
+    #[arg(help_heading = RECORD, short = 'Z', long, value_name = "BYTES", default_value_t = u64::MAX, hide_default_value = true, value_parser = parse::bytes)]
     pub(crate) max_size: u64,
 
     /// Record about one of N allocations, chosen at random
-    #[arg(help_heading = RECORD, short, long, value_name = "N", default_value_t = 1, value_parser = cli::count::<u32>)]
+    #[arg(help_heading = RECORD, short, long, value_name = "N", default_value_t = 1, value_parser = parse::count::<u32>)]
     pub(crate) sample_rate: u32,
 
     /// Record a block of S bytes with the probability S/BYTES, and report estimates of all
@@ -186,7 +187,7 @@ pub(crate) struct Args {
     peak: bool,
 
     /// Leave out blocks younger than this many milliseconds [default: 500; 0 once the process has exited]
-    #[arg(help_heading = REPORT, short, long, value_name = "MS", value_parser = cli::number::<u64>, conflicts_with = "combined_only")]
+    #[arg(help_heading = REPORT, short, long, value_name = "MS", value_parser = parse::number::<u64>, conflicts_with = "combined_only")]
     pub(crate) older: Option<u64>,
 
     /// Also show how old the blocks of each stack are, how they grow, and who freed unknown ones
@@ -202,7 +203,7 @@ pub(crate) struct Args {
     pub(crate) sort: SortKey,
 
     /// Show this many stacks
-    #[arg(help_heading = REPORT, short = 'T', long, value_name = "N", default_value_t = 10, value_parser = cli::count::<usize>)]
+    #[arg(help_heading = REPORT, short = 'T', long, value_name = "N", default_value_t = 10, value_parser = parse::count::<usize>)]
     pub(crate) top: usize,
 
     /// Keep totals by stack in the kernel and report only these, whatever the blocks' age
@@ -254,15 +255,15 @@ pub(crate) struct Args {
 
     /// Distinct stacks to keep at most, with memory for them set aside [default: as many as a quarter
     /// of --mem-limit allows, with memory as they come]
-    #[arg(help_heading = ROOM, long, value_name = "N", value_parser = cli::count::<u32>)]
+    #[arg(help_heading = ROOM, long, value_name = "N", value_parser = parse::count::<u32>)]
     pub(crate) stack_storage_size: Option<u32>,
 
     /// Blocks to follow at once, with memory for them set aside [default: as many as --mem-limit allows]
-    #[arg(help_heading = ROOM, long, value_name = "N", value_parser = cli::count::<u32>)]
+    #[arg(help_heading = ROOM, long, value_name = "N", value_parser = parse::count::<u32>)]
     pub(crate) max_allocs: Option<u32>,
 
     /// Memory that following blocks, and their stacks, may take, of the kernel and for reports of ours
-    #[arg(help_heading = ROOM, long, value_name = "BYTES", default_value = "768M", value_parser = cli::bytes)]
+    #[arg(help_heading = ROOM, long, value_name = "BYTES", default_value = "768M", value_parser = parse::bytes)]
     pub(crate) mem_limit: u64,
 
     #[command(flatten)]
@@ -445,7 +446,7 @@ impl Args {
 
 /// Parses a number of bytes from 1 to 4G - 1.
 fn sampling_distance(text: &str) -> Result<u32, String> {
-    match u32::try_from(cli::bytes(text)?) {
+    match u32::try_from(parse::bytes(text)?) {
         Ok(bytes @ 1..) => Ok(bytes),
         _ => Err("must be from 1 byte to less than 4G".into()),
     }

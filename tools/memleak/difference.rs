@@ -8,9 +8,9 @@ use anyhow::Result;
 use jiff::Zoned;
 use memtools::export::profile::Profile;
 use memtools::export::saved_profile::{Change, SavedProfile};
+use memtools::parse;
 use memtools::print::clock;
 use memtools::print::output::{Output, Row};
-use memtools::run::cli;
 use serde::Serialize;
 
 use crate::args::Args;
@@ -47,7 +47,7 @@ fn fail_on(text: &str) -> Result<FailOn, String> {
         return Ok(FailOn::Unreachable);
     }
     let bytes = text.strip_prefix("growth>").map(str::trim_start);
-    let bytes = bytes.and_then(|bytes| cli::bytes(bytes).ok());
+    let bytes = bytes.and_then(|bytes| parse::bytes(bytes).ok());
     bytes.map(FailOn::Growth).ok_or_else(|| {
         "must be unreachable, or growth>BYTES, such as 'growth>0' or 'growth>1M', in quotes".into()
     })

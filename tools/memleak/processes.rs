@@ -31,27 +31,6 @@ use std::process::ExitCode;
 use std::rc::Rc;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
-use libbpf_rs::MapMut;
-use libbpf_rs::skel::Skel;
-use memtools::bpf::attach;
-use memtools::bpf::kernel_support;
-use memtools::bpf::map_batch;
-use memtools::bpf::ring::Events;
-use memtools::bpf::types;
-use memtools::print::clock::Clock;
-use memtools::print::output::Output;
-use memtools::process::command::HeldCommand;
-use memtools::process::container::CgroupResolver;
-use memtools::process::proc::Process;
-use memtools::run::losses::Losses;
-use memtools::run::poll::Wake;
-use memtools::run::priority;
-use memtools::serve::server::Server;
-use memtools::stacks::named::{NamedStack, StackIds};
-use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::table::{Stack, Stacks};
-
 use self::bpf::types::{event, event_kind as Kind, total_key};
 use self::ended::{AddressSpaceEnds, ExitedTotals};
 use self::live::LiveBlocks;
@@ -70,6 +49,27 @@ use crate::serve::{self, UnmatchedFrees};
 use crate::source::{Flow, HeadContext, ReportData, Source};
 use crate::sums::{self, Allocation, Entry, StackKey, Totals};
 use crate::verdict::traced::{self, VerdictInputs};
+use anyhow::{Result, bail};
+use libbpf_rs::MapMut;
+use libbpf_rs::skel::Skel;
+use memtools::bpf::attach;
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_batch;
+use memtools::bpf::ring::Events;
+use memtools::bpf::types;
+use memtools::host::page_size;
+use memtools::print::clock::Clock;
+use memtools::print::output::Output;
+use memtools::process::command::HeldCommand;
+use memtools::process::container::CgroupResolver;
+use memtools::process::proc::Process;
+use memtools::run::losses::Losses;
+use memtools::run::poll::Wake;
+use memtools::run::priority;
+use memtools::serve::server::Server;
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::{Stack, Stacks};
 
 memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, peak, thread, total, total_key]);
 
@@ -373,7 +373,7 @@ impl<'a> Processes<'a> {
             mapped_by_free: HashMap::new(),
             reported_double_frees: HashSet::new(),
             clock: Clock::new(),
-            page_bytes: kernel_support::page_bytes()?,
+            page_bytes: page_size::page_bytes()?,
         })
     }
 

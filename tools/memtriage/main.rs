@@ -26,11 +26,13 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::Parser;
 use clap_complete::engine::ArgValueCompleter;
+use memtools::parse;
 use memtools::print::output::{Format, Output};
+use memtools::process::complete;
 use memtools::process::container::ContainerArgs;
 use memtools::process::filter;
+use memtools::run::cli;
 use memtools::run::poll::{Poller, Wake};
-use memtools::run::{cli, complete};
 
 use crate::findings::{Evidence, Level};
 use crate::growing::{Growing, Growth};
@@ -89,7 +91,7 @@ struct Args {
     doctor: bool,
 
     /// Then run the tools that can explain the findings for so many seconds, and show the three largest stacks of each
-    #[arg(long, value_name = "SECONDS", value_parser = cli::seconds, conflicts_with_all = ["watch", "interval"])]
+    #[arg(long, value_name = "SECONDS", value_parser = parse::seconds, conflicts_with_all = ["watch", "interval"])]
     who: Option<Duration>,
 
     /// Trace nothing until memory is nearly used up, then trace the processes that grow, and write a report of each
@@ -106,11 +108,11 @@ struct Args {
     above: f64,
 
     /// With --record, keep this many reports, the newest
-    #[arg(long, value_name = "N", default_value_t = 20, value_parser = cli::count::<usize>, requires = "record")]
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = parse::count::<usize>, requires = "record")]
     keep: usize,
 
     /// Show where the memory of this process is instead
-    #[arg(short, long, value_name = "PID", value_parser = cli::pid, add = ArgValueCompleter::new(complete::pids), conflicts_with_all = ["watch", "who", "doctor", "record", "cgroup", "by"])]
+    #[arg(short, long, value_name = "PID", value_parser = parse::pid, add = ArgValueCompleter::new(complete::pids), conflicts_with_all = ["watch", "who", "doctor", "record", "cgroup", "by"])]
     pid: Option<u32>,
 
     /// Show where the memory of this cgroup is instead: a path, a systemd unit, or the id of a container or pod
@@ -122,7 +124,7 @@ struct Args {
     by: RankBy,
 
     /// Show this many processes, or what else is chosen by --by
-    #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = cli::count::<usize>)]
+    #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = parse::count::<usize>)]
     top: usize,
 
     #[command(flatten)]
@@ -137,11 +139,11 @@ struct Args {
     output: Option<PathBuf>,
 
     /// Look again every so many seconds [default: once]
-    #[arg(value_parser = cli::seconds)]
+    #[arg(value_parser = parse::seconds)]
     interval: Option<Duration>,
 
     /// Stop after so many reports
-    #[arg(value_parser = cli::count::<u64>)]
+    #[arg(value_parser = parse::count::<u64>)]
     count: Option<u64>,
 }
 

@@ -9,9 +9,9 @@ use clap::ValueEnum;
 use memtools::host::allocinfo;
 use memtools::host::memory_cgroups::{self, MAX_GROUPS};
 use memtools::host::slabinfo::Slabinfo;
+use memtools::parse::UsageError;
 use memtools::print::output::{Output, Row};
 use memtools::process::container::{self, CgroupInfo};
-use memtools::run::cli::UsageError;
 use serde::Serialize;
 
 use crate::processes;

@@ -5,10 +5,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::time::Instant;
 
 use anyhow::Result;
-use memtools::bpf::kernel_support;
 use memtools::host::kernel_log::{self, OomKill};
 use memtools::host::memory_cgroups::MemoryCgroups;
 use memtools::host::mounts::{Mount, Mounts};
+use memtools::host::page_size;
 use memtools::host::pressure::Pressure;
 use memtools::host::slabinfo::Slabinfo;
 use memtools::host::values::Values;
@@ -51,12 +51,7 @@ impl Snapshot {
         Ok(Self {
             at: Instant::now(),
             holders: by.holders(&slabs)?,
-            accounting: Accounting::of(
-                &memory,
-                &counters,
-                &zoneinfo,
-                kernel_support::page_bytes()?,
-            ),
+            accounting: Accounting::of(&memory, &counters, &zoneinfo, page_size::page_bytes()?),
             memory,
             counters,
             processes: processes::all(),

@@ -5,11 +5,11 @@ use std::rc::Rc;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
-use memtools::bpf::kernel_support;
 use memtools::bpf::types::known;
 use memtools::export::files::{Exports, ProfileInfo};
 use memtools::export::metrics::{self, Family, Metrics};
 use memtools::export::profile::{Sample, ValueType};
+use memtools::host::page_size;
 use memtools::print::clock::Clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::output::Output;
@@ -87,7 +87,7 @@ impl<'a> Printer<'a> {
             kills: Vec::new(),
             exports,
             metrics,
-            page_kb: kernel_support::page_bytes()? / 1024,
+            page_kb: page_size::page_bytes()? / 1024,
             alone,
             extended: args.extended || args.common.json,
             last: None,

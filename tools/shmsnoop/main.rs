@@ -14,6 +14,7 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
+use memtools::parse;
 use memtools::print::clock::Clock;
 use memtools::process::container::{self, CgroupResolver, ContainerArgs};
 use memtools::process::filter::{Filter, TaskKind};
@@ -48,7 +49,7 @@ struct Args {
     timestamp: bool,
 
     /// Trace only this thread, whatever --pid says, and show thread numbers
-    #[arg(short, long, value_name = "TID", value_parser = cli::pid)]
+    #[arg(short, long, value_name = "TID", value_parser = parse::pid)]
     tid: Option<u32>,
 
     /// Add the segment's attach count, size and creator

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use clap::Parser;
 use memtools::export::metrics::{Family, MetricsArgs};
+use memtools::parse;
 use memtools::process::container::ContainerArgs;
-use memtools::run::cli::{self, CommonArgs};
+use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
 
 use crate::row::{HELD_UP, PAGES_IN, PAGES_OUT, PAGES_ZSWAP};
@@ -56,11 +57,11 @@ pub(crate) struct Args {
     pub(crate) common: CommonArgs,
 
     /// Seconds between reports
-    #[arg(default_value = "1", value_parser = cli::seconds)]
+    #[arg(default_value = "1", value_parser = parse::seconds)]
     pub(crate) interval: Duration,
 
     /// Reports before it exits [default: until Ctrl-C]
-    #[arg(value_parser = cli::count::<u64>)]
+    #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 }
 
@@ -80,6 +81,8 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
+    use memtools::run::cli;
+
     use super::*;
 
     #[test]

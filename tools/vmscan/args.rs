@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use clap::{ArgGroup, Parser};
 use memtools::export::metrics::MetricsArgs;
+use memtools::parse;
 use memtools::process::container::ContainerArgs;
-use memtools::run::cli::{self, CommonArgs};
+use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
 
 /// Rows between headers on a terminal, from which the first header scrolls away.
@@ -67,7 +68,7 @@ pub(crate) struct Args {
     pub(crate) counts: bool,
 
     /// Repeat the header after this many rows, 0: never [default: 20 on a terminal, else 0]
-    #[arg(long, value_name = "ROWS", value_parser = cli::number::<u64>, conflicts_with_all = ["counts", "json"])]
+    #[arg(long, value_name = "ROWS", value_parser = parse::number::<u64>, conflicts_with_all = ["counts", "json"])]
     pub(crate) header_every: Option<u64>,
 
     #[command(flatten)]
@@ -83,11 +84,11 @@ pub(crate) struct Args {
     pub(crate) common: CommonArgs,
 
     /// Seconds between rows [default: 1]
-    #[arg(value_parser = cli::seconds)]
+    #[arg(value_parser = parse::seconds)]
     pub(crate) interval: Option<Duration>,
 
     /// Rows before it exits [default: until Ctrl-C]
-    #[arg(value_parser = cli::count::<u64>)]
+    #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 }
 
@@ -106,6 +107,8 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
+    use memtools::run::cli;
+
     use super::*;
 
     fn parse(line: &str) -> Result<Args, clap::Error> {

@@ -8,6 +8,7 @@ use libbpf_rs::{Link, OpenMapMut, OpenProgramMut, ProgramMut, ProgramType, Trace
 use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
+use memtools::host::page_size;
 use memtools::process::container;
 use memtools::process::filter::Filter;
 use memtools::run::skeleton::StackCapacity;
@@ -354,7 +355,7 @@ fn number(program: &OsStr) -> Option<usize> {
 /// Opens the object without stacks, and with a ring buffer of the smallest size, as no events are sent.
 fn without_events(filter: &Filter) -> Result<Prepared<'_>> {
     let mut open = bpf::prepare(filter, StackCapacity::NONE)?;
-    let page = kernel_support::page_bytes()? as u32;
+    let page = page_size::page_bytes()? as u32;
     map_create::set_capacity(&mut open.maps.events, page)?;
     Ok(open)
 }

@@ -9,8 +9,8 @@ use super::vm_structs::VmStructs;
 use crate::bpf::types::hotspot_process;
 use crate::code::lines::SourceLine;
 use crate::interpreters::memory::Memory;
+use crate::interpreters::raw_frame::RawFrame;
 use crate::print::text;
-use crate::stacks::table::RawFrame;
 
 /// Names of the blocks of compiled functions, and of the blocks with the code around native functions.
 const COMPILED: [&str; 2] = ["nmethod", "native nmethod"];

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use super::machine::Machine;
 use super::perf_map_request;
 use crate::code::lines::SourceLine;
+use crate::interpreters::raw_frame::RawFrame;
 use crate::process::proc::Process;
-use crate::stacks::table::RawFrame;
 
 /// Maximum number of virtual machines that are remembered.
 const MACHINES: usize = 256;

@@ -9,6 +9,7 @@ use anyhow::Result;
 
 use super::offsets::{self, Offsets};
 use crate::bpf::types::python_process;
+use crate::code::eh_frame;
 use crate::code::elf;
 use crate::code::elf_file::Elf;
 use crate::code::probe_point::{self, Preference};
@@ -16,7 +17,6 @@ use crate::interpreters::memory::{self, Memory};
 use crate::interpreters::search::{Files, Inspection, Located};
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::Mapping;
-use crate::stacks::unwind::rules::Rules;
 
 /// Maximum number of threads that are searched for their thread states.
 const THREADS: usize = 8;
@@ -61,7 +61,7 @@ impl Python {
         let Some(file_offset) = elf.file_offset(address) else {
             return Ok(None);
         };
-        if !Rules::has_function_at(file, address)? {
+        if !eh_frame::has_function_at(file, address)? {
             return Ok(None);
         }
         let function = elf::Function {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::export::files::ExportArgs;
+use crate::parse;
 use crate::print::output::Format;
 use crate::run::cli;
 use crate::run::skeleton::StackCapacity;
@@ -47,7 +48,7 @@ pub struct StackCountArgs {
     pub addresses: bool,
 
     /// Show only the N largest [default: 50 as text, else all]
-    #[arg(long, value_name = "N", value_parser = cli::count::<usize>)]
+    #[arg(long, value_name = "N", value_parser = parse::count::<usize>)]
     pub top: Option<usize>,
 
     /// Print the time before each summary
@@ -60,7 +61,7 @@ pub struct StackCountArgs {
 
     /// Distinct stacks to keep at most, with memory for them set aside [default: 262144, with memory
     /// as they come]
-    #[arg(long, value_name = "N", value_parser = cli::count::<u32>)]
+    #[arg(long, value_name = "N", value_parser = parse::count::<u32>)]
     pub stack_storage_size: Option<u32>,
 
     /// How stacks are walked.
@@ -72,15 +73,15 @@ pub struct StackCountArgs {
     pub export: ExportArgs,
 
     /// Print a summary every so many seconds, as stackcount spells INTERVAL
-    #[arg(short = 'i', long = "interval", value_name = "SECONDS", value_parser = cli::seconds, conflicts_with = "interval")]
+    #[arg(short = 'i', long = "interval", value_name = "SECONDS", value_parser = parse::seconds, conflicts_with = "interval")]
     pub interval_option: Option<Duration>,
 
     /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
-    #[arg(value_parser = cli::seconds)]
+    #[arg(value_parser = parse::seconds)]
     interval: Option<Duration>,
 
     /// Summaries before it exits [default: until Ctrl-C]
-    #[arg(value_parser = cli::count::<u64>)]
+    #[arg(value_parser = parse::count::<u64>)]
     pub count: Option<u64>,
 }
 

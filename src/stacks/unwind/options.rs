@@ -8,8 +8,8 @@ use clap::{ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 
 use crate::bpf::types::unwind_mode;
 use crate::interpreters::{InterpreterArgs, Interpreters, PythonLines};
+use crate::parse;
 use crate::process::filter;
-use crate::run::cli;
 
 /// Default of --unwind-memory: memory for tables, in MiB.
 const DEFAULT_MEMORY: usize = 64;
@@ -42,7 +42,7 @@ pub struct UncheckedUnwindArgs {
     pub interpreters: InterpreterArgs,
 
     /// Memory for unwind tables at most, in MiB
-    #[arg(id = "unwind_memory", long = "unwind-memory", value_name = "MIB", default_value_t = DEFAULT_MEMORY, value_parser = cli::number::<usize>)]
+    #[arg(id = "unwind_memory", long = "unwind-memory", value_name = "MIB", default_value_t = DEFAULT_MEMORY, value_parser = parse::number::<usize>)]
     pub memory: usize,
 }
 

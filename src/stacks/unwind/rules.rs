@@ -5,37 +5,28 @@
 //! format. A rule that no row can hold becomes a row that says so.
 
 mod builder;
-mod functions;
 
 use std::fs::File;
 use std::ops::Range;
 
 use anyhow::{Result, ensure};
 use builder::{Builder, word};
-use functions::{Functions, code_segments, eh_frame};
-use gimli::{
-    BaseAddresses, EndianSlice, FrameDescriptionEntry, LittleEndian, UnwindContext,
-    UnwindExpression,
-};
+use gimli::{BaseAddresses, UnwindContext, UnwindExpression};
 
 use crate::bpf::types::{self, unwind_kind as Kind};
+use crate::code::eh_frame::{
+    CHECK_EVERY, Fde, Functions, MAX_ADDRESS, Slice, code_segments, eh_frame,
+};
 use crate::code::elf::CodeSegment;
 use crate::code::elf_file::{Elf, Source};
 use crate::code::limits::{self, Deadline};
 
-type Slice<'a> = EndianSlice<'a, LittleEndian>;
-type Fde<'a> = FrameDescriptionEntry<Slice<'a>>;
 type Expression = UnwindExpression<usize>;
 
-/// Limit of addresses, which are 32 bits of a row.
-const MAX_ADDRESS: u64 = 1 << 32;
 /// Bytes of code that share an entry of the index, as a power of two; `UNWIND_PAGE_SHIFT`.
 const PAGE_SHIFT: u32 = types::unwind_layout::UNWIND_PAGE_SHIFT.0;
 /// Alignment of functions, in bytes: the padding between two functions is no code of its own.
 const ALIGNMENT: u64 = 16;
-
-/// Number of bytes of `.eh_frame` that are run between two checks of the deadline.
-const CHECK_EVERY: usize = 64 << 10;
 
 /// The rows of one file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -61,33 +52,6 @@ impl Rules {
     /// If the image is no ELF image, or its unwind information is malformed.
     pub fn of_image(image: &[u8]) -> Result<Self> {
         Self::read(&image)
-    }
-
-    /// Returns the addresses of the functions in a file's `.eh_frame`, ascending. Each part of a split function is a
-    /// range of its own.
-    ///
-    /// # Errors
-    /// If the file is no ELF file, its `.eh_frame` is malformed, or its code is beyond 4 GiB.
-    pub fn functions_of(file: &File) -> Result<Vec<Range<u64>>> {
-        let elf = Elf::read(file)?.require_64_bit()?;
-        let Some((start, frames)) = eh_frame(&elf)? else {
-            return Ok(Vec::new());
-        };
-        let bases = BaseAddresses::default().set_eh_frame(start);
-        let code = elf.code()?;
-        let code: Vec<_> = code.iter().map(CodeSegment::range).collect();
-        let functions = Functions::new(&frames, &bases).in_order(&code, elf.deadline)?;
-        let range = |(first, last, _): (u32, u32, u32)| u64::from(first)..u64::from(last) + 1;
-        Ok(functions.into_iter().map(range).collect())
-    }
-
-    /// Whether a function begins at this address, by the file's `.eh_frame`.
-    ///
-    /// # Errors
-    /// If the file is no ELF file, its `.eh_frame` is malformed, or its code is beyond 4 GiB.
-    pub fn has_function_at(file: &File, address: u64) -> Result<bool> {
-        let functions = Self::functions_of(file)?;
-        Ok(functions.iter().any(|function| function.start == address))
     }
 
     fn read(source: &dyn Source) -> Result<Self> {

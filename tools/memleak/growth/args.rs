@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use memtools::run::cli::{self, UsageError};
+use memtools::parse::{self, UsageError};
 
 use crate::heap::args::{ALLOCATORS, TRACING};
 
@@ -13,7 +13,7 @@ pub(crate) struct GrowthArgs {
     /// Look at the process of -p several times within so many seconds, with nothing traced, and show which types of blocks
     /// become ever more, by how much a second, and whether that is a leak, a cache without a limit, a warm-up, a burst, or
     /// fragmentation
-    #[arg(long, value_name = "SECONDS", value_parser = cli::seconds, requires = "pid",
+    #[arg(long, value_name = "SECONDS", value_parser = parse::seconds, requires = "pid",
           conflicts_with_all = TRACING, conflicts_with_all = ALLOCATORS,
           conflicts_with_all = ["heap", "types", "verdict", "show_allocs"])]
     pub(crate) growth: Option<Duration>,

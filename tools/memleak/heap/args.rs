@@ -6,8 +6,8 @@ use clap::ArgGroup;
 use memtools::heap::capture::Request;
 use memtools::heap::idle::Watch;
 use memtools::host::capabilities::Capability;
+use memtools::parse::{self, UsageError};
 use memtools::process::proc::Process;
-use memtools::run::cli::{self, UsageError};
 
 /// Options that trace nothing.
 #[derive(Debug, Clone, clap::Args)]
@@ -71,7 +71,7 @@ pub(crate) const TRACING: [&str; 30] = [
 ];
 
 fn milliseconds(text: &str) -> Result<Duration, String> {
-    let number = cli::count::<u64>(text)?;
+    let number = parse::count::<u64>(text)?;
     Ok(Duration::from_millis(number))
 }
 

@@ -1,8 +1,8 @@
 //! Options of kernel mode, and the check for options that make no sense in it.
 
 use anyhow::Result;
+use memtools::parse::UsageError;
 use memtools::process::filter::FilterArgs;
-use memtools::run::cli::UsageError;
 
 use crate::args::{Args, Mode};
 use crate::kernel::bpf::types::cache_name;

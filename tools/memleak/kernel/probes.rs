@@ -9,8 +9,9 @@ use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::bpf::types;
+use memtools::host::page_size;
+use memtools::parse::UsageError;
 use memtools::process::filter::Filter;
-use memtools::run::cli::UsageError;
 use memtools::run::losses::Losses;
 use nix::fcntl::{FcntlArg, fcntl};
 
@@ -266,7 +267,7 @@ fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<P
     options.min_size = args.min_size;
     options.max_size = args.max_size;
     options.sample_rate = args.sample_rate;
-    options.page_shift = kernel_support::page_shift()?;
+    options.page_shift = page_size::page_shift()?;
     options.possible_cpus = cpus as u32;
     options.keep_totals = args.combined_only.into();
     options.by_cache = args.kernel.by_cache.into();

@@ -1,9 +1,8 @@
 //! Sizes of the maps for live blocks.
 
-use memtools::run::cli::UsageError;
-
 use super::bpf::types::{block_bucket, live_layout};
 use crate::args::{Args, count_within};
+use memtools::parse::UsageError;
 
 /// Default number of blocks that the table is made for. Further blocks go to the map `overflow` and its successors.
 const DEFAULT_BLOCKS: u32 = 1 << 17;

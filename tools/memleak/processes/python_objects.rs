@@ -6,10 +6,10 @@
 //! known.
 
 use anyhow::Result;
+use memtools::code::eh_frame;
 use memtools::code::elf::Function;
 use memtools::code::pymalloc::{self, SlotProbe};
 use memtools::process::mapped_file::MappedFile;
-use memtools::stacks::unwind::rules::Rules;
 
 use super::objects::warn_once;
 
@@ -38,7 +38,7 @@ pub(super) fn places(file: &MappedFile, found: &[Function]) -> Result<Option<Pla
     if !found.iter().any(|function| is_caller(&function.name)) {
         return Ok(None);
     }
-    let functions = Rules::functions_of(file.file())?;
+    let functions = eh_frame::functions_of(file.file())?;
     let Some(found) = pymalloc::places(file.file(), &functions)? else {
         warn_of_unseen_objects(&file.module(), "its allocator's code is not as expected");
         return Ok(None);

@@ -4,13 +4,13 @@ use std::collections::HashSet;
 
 use anyhow::{Result, bail};
 use memtools::host::capabilities::Capability;
+use memtools::parse::UsageError;
 use memtools::print::progress::Progress;
 use memtools::process::cgroup;
 use memtools::process::command::{CommandLine, HeldCommand};
 use memtools::process::filter::{Filter, FilterArgs, TaskKind};
 use memtools::process::proc::{self, Process};
 use memtools::process::translator;
-use memtools::run::cli::UsageError;
 use memtools::run::privileges;
 use memtools::run::target::warn_if_interval_is_pid;
 use memtools::stacks::symbolize::Symbolizer;

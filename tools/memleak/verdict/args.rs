@@ -3,11 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use memtools::run::cli::{self, UsageError};
-
 use crate::args::Args;
 use crate::difference::FailOn;
 use crate::heap::args::{ALLOCATORS, TRACING};
+use memtools::parse::{self, UsageError};
 
 /// Options of what finds out whether memory is lost.
 #[derive(Debug, Clone, clap::Args)]
@@ -22,7 +21,7 @@ pub(crate) struct VerdictArgs {
 
     /// Also show what nobody uses of what is held: watch for so many seconds, the last ones before the verdict, which memory
     /// the process uses; what was not used is told page by page, and is first in the list
-    #[arg(long, value_name = "SECONDS", value_parser = cli::seconds, requires = "verdict")]
+    #[arg(long, value_name = "SECONDS", value_parser = parse::seconds, requires = "verdict")]
     pub(crate) idle: Option<Duration>,
 
     /// Also show what holds the block at this address (0x...), or the blocks of this type, or of this size, or those that
@@ -54,7 +53,7 @@ fn moment(text: &str) -> Result<Moment, String> {
     match text {
         "now" => Ok(Moment::Now),
         "exit" => Ok(Moment::Exit),
-        _ => cli::seconds(text).map(Moment::After),
+        _ => parse::seconds(text).map(Moment::After),
     }
 }
 
@@ -142,7 +141,7 @@ impl WhyQuery {
         {
             return Self::Address(address);
         }
-        cli::bytes(text).map_or_else(|_| Self::Name(text.to_owned()), Self::Size)
+        parse::bytes(text).map_or_else(|_| Self::Name(text.to_owned()), Self::Size)
     }
 }
 

@@ -1,19 +1,30 @@
 //! The functions of a file that have unwind information in `.eh_frame`.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::ops::Range;
 
 use anyhow::{Context, Result, bail, ensure};
 use gimli::{
     BaseAddresses, CieOrFde, CommonInformationEntry, EhFrame, EhFrameHdr, EhFrameOffset,
-    LittleEndian, UnwindSection,
+    EndianSlice, FrameDescriptionEntry, LittleEndian, UnwindSection,
 };
 use object::elf;
 
-use super::{CHECK_EVERY, Fde, MAX_ADDRESS, Slice};
 use crate::code::elf::CodeSegment;
 use crate::code::elf_file::Elf;
 use crate::code::limits::{self, Deadline};
+
+/// Bytes of a section.
+pub(crate) type Slice<'a> = EndianSlice<'a, LittleEndian>;
+/// A function's entry, with its unwind information.
+pub(crate) type Fde<'a> = FrameDescriptionEntry<Slice<'a>>;
+
+/// Limit of addresses, which are stored in 32 bits.
+pub(crate) const MAX_ADDRESS: u64 = 1 << 32;
+
+/// Number of bytes of `.eh_frame` that are run between two checks of the deadline.
+pub(crate) const CHECK_EVERY: usize = 64 << 10;
 
 /// Maximum number of runs per byte of `.eh_frame`: a CIE of about 24 bytes is run for each of its FDEs.
 const MAX_RUNS: usize = 64;
@@ -24,17 +35,44 @@ const MAX_CIES: usize = 1 << 14;
 /// Maximum size of `.eh_frame_hdr` before its table, in bytes.
 const EH_FRAME_HEADER: u64 = 64;
 
+/// Returns the addresses of the functions in a file's `.eh_frame`, ascending. Each part of a split function is a
+/// range of its own.
+///
+/// # Errors
+/// If the file is no ELF file, its `.eh_frame` is malformed, or its code is beyond 4 GiB.
+pub fn functions_of(file: &File) -> Result<Vec<Range<u64>>> {
+    let elf = Elf::read(file)?.require_64_bit()?;
+    let Some((start, frames)) = eh_frame(&elf)? else {
+        return Ok(Vec::new());
+    };
+    let bases = BaseAddresses::default().set_eh_frame(start);
+    let code = elf.code()?;
+    let code: Vec<_> = code.iter().map(CodeSegment::range).collect();
+    let functions = Functions::new(&frames, &bases).in_order(&code, elf.deadline)?;
+    let range = |(first, last, _): (u32, u32, u32)| u64::from(first)..u64::from(last) + 1;
+    Ok(functions.into_iter().map(range).collect())
+}
+
+/// Whether a function begins at this address, by the file's `.eh_frame`.
+///
+/// # Errors
+/// If the file is no ELF file, its `.eh_frame` is malformed, or its code is beyond 4 GiB.
+pub fn has_function_at(file: &File, address: u64) -> Result<bool> {
+    let functions = functions_of(file)?;
+    Ok(functions.iter().any(|function| function.start == address))
+}
+
 /// The functions that `.eh_frame` describes. Keeping all of them as gimli parses them took 8 MB for a compiler, so each
 /// is parsed again when it is needed.
-pub(super) struct Functions<'a> {
-    pub(super) section: EhFrame<Slice<'a>>,
+pub(crate) struct Functions<'a> {
+    pub(crate) section: EhFrame<Slice<'a>>,
     bytes: usize,
     bases: &'a BaseAddresses,
     cies: HashMap<EhFrameOffset, CommonInformationEntry<Slice<'a>>>,
 }
 
 impl<'a> Functions<'a> {
-    pub(super) fn new(frames: &'a [u8], bases: &'a BaseAddresses) -> Self {
+    pub(crate) fn new(frames: &'a [u8], bases: &'a BaseAddresses) -> Self {
         let mut section = EhFrame::new(frames, LittleEndian);
         section.set_address_size(8);
         Self {
@@ -47,7 +85,7 @@ impl<'a> Functions<'a> {
 
     /// Returns the functions of this code, ascending: the addresses of the first and the last byte, and the offset in
     /// the section.
-    pub(super) fn in_order(
+    pub(crate) fn in_order(
         &mut self,
         code: &[Range<u64>],
         deadline: Deadline,
@@ -82,7 +120,7 @@ impl<'a> Functions<'a> {
         Ok(functions)
     }
 
-    pub(super) fn at(&mut self, offset: u32) -> Result<Fde<'a>> {
+    pub(crate) fn at(&mut self, offset: u32) -> Result<Fde<'a>> {
         let (offset, cies) = (EhFrameOffset(offset as usize), &mut self.cies);
         let function =
             self.section
@@ -101,7 +139,7 @@ impl<'a> Functions<'a> {
 }
 
 /// Returns the segments of code, if addresses and offsets are possible.
-pub(super) fn code_segments(file: &Elf<'_>, bytes: u64) -> Result<Vec<CodeSegment>> {
+pub(crate) fn code_segments(file: &Elf<'_>, bytes: u64) -> Result<Vec<CodeSegment>> {
     let code = file.code()?;
     for segment in &code {
         ensure!(
@@ -120,7 +158,7 @@ pub(super) fn code_segments(file: &Elf<'_>, bytes: u64) -> Result<Vec<CodeSegmen
 }
 
 /// Returns the address and contents of `.eh_frame`, found by `.eh_frame_hdr` if section headers were stripped.
-pub(super) fn eh_frame(file: &Elf<'_>) -> Result<Option<(u64, Vec<u8>)>> {
+pub(crate) fn eh_frame(file: &Elf<'_>) -> Result<Option<(u64, Vec<u8>)>> {
     if let Some(section) = file.section(".eh_frame") {
         let frames = file.contents(section, limits::MAX_EH_FRAME)?;
         return Ok(Some((section.address, frames)));

@@ -27,7 +27,7 @@ pub enum RawFrame {
 
 impl RawFrame {
     /// Decodes a word of a user stack.
-    pub(super) fn of_user(word: u64, interrupted: bool) -> Self {
+    pub(crate) fn of_user(word: u64, interrupted: bool) -> Self {
         /// `PYTHON_WORD` in C. No user-space address has this bit set.
         const PYTHON: u64 = 1 << 63;
         const JAVA: u64 = 1 << types::hotspot_layout::HOTSPOT_INTERPRETED_BIT.0;
@@ -53,7 +53,7 @@ impl RawFrame {
     }
 
     /// Creates a native frame from its address.
-    pub(super) fn of_native(address: u64, interrupted: bool) -> Self {
+    pub(crate) fn of_native(address: u64, interrupted: bool) -> Self {
         if interrupted {
             Self::Interrupted(address)
         } else {
