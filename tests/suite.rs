@@ -143,6 +143,86 @@ impl Made {
 }
 
 #[test]
+fn rooms_import_only_from_the_floors_below() {
+    let head = fs::read_to_string(format!("{ROOT}/src/lib.rs")).expect("lib.rs");
+    let floors = floors(&head);
+    let mut climbs = Vec::new();
+    for path in rust_files() {
+        let name = path.strip_prefix(ROOT).expect("below the root");
+        if !name.starts_with("src") {
+            continue;
+        }
+        let text = fs::read_to_string(&path).expect("a source");
+        climbs.extend(climbing_imports(&floors, name, &text));
+    }
+    assert!(climbs.is_empty(), "\n{}", climbs.join("\n"));
+    let rooms: BTreeSet<&str> = declared_modules(&head).collect();
+    assert_eq!(rooms, floors.iter().map(String::as_str).collect());
+}
+
+#[test]
+fn an_import_that_climbs_is_named_by_its_line() {
+    let floors = ["print", "bpf", "run"].map(str::to_owned);
+    let source = "//! crate::run\nuse crate::print::text;\nuse crate::run::cli;\nfn f() { crate::bpf::g() }\n";
+    let climbs = |file| climbing_imports(&floors, Path::new(file), source);
+    assert_eq!(
+        climbs("src/bpf/ring.rs"),
+        ["src/bpf/ring.rs:3: bpf imports from run, which is above it: use crate::run::cli;"]
+    );
+    assert_eq!(climbs("src/print/text.rs").len(), 2);
+    assert!(climbs("src/run/cli.rs").is_empty());
+    let grouped = "use crate::{\n    print::text,\n};\n";
+    assert_eq!(
+        climbing_imports(&floors, Path::new("src/bpf.rs"), grouped).len(),
+        1
+    );
+}
+
+/// Returns the rooms of src/lib.rs in the order of its table, from the ground up.
+fn floors(head: &str) -> Vec<String> {
+    let rows = head.lines().filter_map(|line| {
+        let name = line.strip_prefix("//! | [`")?.split_once("`]")?.0;
+        Some(name.strip_prefix("mod@").unwrap_or(name).to_owned())
+    });
+    rows.collect()
+}
+
+fn declared_modules(text: &str) -> impl Iterator<Item = &str> {
+    text.lines()
+        .filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';'))
+}
+
+/// Names each line of a file that imports from a room above the file's own, or whose rooms cannot be read.
+fn climbing_imports(floors: &[String], file: &Path, text: &str) -> Vec<String> {
+    let floor_of = |room: &str| floors.iter().position(|floor| floor == room);
+    let room = file.components().nth(1).expect("a file in src");
+    let room = Path::new(room.as_os_str()).file_stem().expect("a name");
+    let room = room.to_string_lossy();
+    let Some(own) = floor_of(&room) else {
+        // lib.rs itself, which declares the rooms.
+        return Vec::new();
+    };
+    let mut climbs = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let code = line.split("//").next().unwrap_or_default();
+        for after in code.split("crate::").skip(1) {
+            let is_of_name = |c: char| c.is_alphanumeric() || c == '_';
+            let name = after.split(|c| !is_of_name(c)).next().unwrap_or_default();
+            let place = format!("{}:{number}", file.display());
+            if name.is_empty() {
+                climbs.push(format!("{place}: name the room in each import: {line}"));
+            } else if floor_of(name).is_some_and(|floor| floor > own) {
+                climbs.push(format!(
+                    "{place}: {room} imports from {name}, which is above it: {}",
+                    line.trim()
+                ));
+            }
+        }
+    }
+    climbs
+}
+
+#[test]
 fn make_builds_while_a_tool_runs_and_keeps_install_s_variables_from_cargo() {
     let made = Made::new();
     let build = || made.make(&["build", "DESTDIR=/nowhere", "PREFIX=/nowhere"]);
