@@ -473,3 +473,39 @@ fn rust_files() -> Vec<PathBuf> {
     assert!(files.len() > 50, "{files:?}");
     files
 }
+
+/// Returns the targets of a page's links, without those to other servers and to headings.
+fn links(page: &str) -> impl Iterator<Item = &str> {
+    page.split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split([')', '#']).next())
+        .filter(|target| !target.is_empty() && !target.contains("://"))
+}
+
+#[test]
+fn pages_link_to_files_that_exist() {
+    let docs = fs::read_dir(format!("{ROOT}/docs")).expect("docs/");
+    let mut pages: Vec<PathBuf> = docs.map(|entry| entry.expect("a file").path()).collect();
+    pages.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
+    assert!(pages.len() > 5, "{pages:?}");
+    for page in ["README.md", "CONTRIBUTING.md", "SECURITY.md"] {
+        pages.push(Path::new(ROOT).join(page));
+    }
+    let mut wrong = Vec::new();
+    for page in &pages {
+        let text = fs::read_to_string(page).expect("a page");
+        let folder = page.parent().expect("a folder");
+        for target in links(&text).filter(|target| !folder.join(target).exists()) {
+            wrong.push(format!("{} links to {target}", page.display()));
+        }
+    }
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+}
+
+/// A reader takes in a README of this length; everything else is in docs/.
+#[test]
+fn the_readme_is_short() {
+    let readme = fs::read_to_string(format!("{ROOT}/README.md")).expect("README.md");
+    let lines = readme.lines().count();
+    assert!(lines <= 150, "README.md has {lines} lines");
+}

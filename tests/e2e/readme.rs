@@ -1,4 +1,4 @@
-//! Every command of README.md's tables is run once.
+//! Every command in the tables and in the first commands of README.md and docs/questions.md is run once.
 
 use std::collections::BTreeSet;
 
@@ -8,6 +8,8 @@ use libtest_mimic::Trial;
 use crate::harness::{self, Cgroup, Tool, Workload, workload};
 
 const README: &str = include_str!("../../README.md");
+
+const QUESTIONS: &str = include_str!("../../docs/questions.md");
 
 /// Commands that need a hook that some kernels lack.
 const BY_KPROBES: [&str; 2] = ["swapin", "hfaults --thp"];
@@ -22,11 +24,15 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Returns the commands in the code of tables, each once, without what they are piped into.
+/// Returns the commands in the code of tables, and the lines that consist of a command and a comment, each once,
+/// without what they are piped into.
 fn commands() -> BTreeSet<&'static str> {
-    let tables = README.lines().filter(|line| line.starts_with('|'));
+    let lines = || README.lines().chain(QUESTIONS.lines());
+    let tables = lines().filter(|line| line.starts_with('|'));
     let code = tables.flat_map(|line| line.split('`').skip(1).step_by(2));
     let commands = code.map(|code| code.split("\\|").next().unwrap_or(code).trim());
+    let commented = lines().filter_map(|line| Some(line.split_once("  # ")?.0.trim()));
+    let commands = commands.chain(commented);
     let tools: Vec<&str> = README
         .lines()
         .filter_map(|line| line.strip_prefix("| [")?.split(']').next())

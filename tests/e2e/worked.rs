@@ -1,6 +1,6 @@
-//! The worked example of the README: the README must show what the tools show at each step.
+//! The worked example of docs/tutorial.md, which must show what the tools show at each step.
 //!
-//! `MEMTOOLS_PICTURES=FOLDER` keeps the drawn pictures in FOLDER. The README's are in docs/.
+//! `MEMTOOLS_PICTURES=FOLDER` keeps the drawn pictures in FOLDER. The tutorial's are in docs/.
 
 use std::env;
 use std::fs;
@@ -24,7 +24,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-const README: &str = include_str!("../../README.md");
+const TUTORIAL: &str = include_str!("../../docs/tutorial.md");
 
 /// Number of records in the input, of a page each.
 const RECORDS: u64 = 5003;
@@ -128,10 +128,10 @@ fn both_faults_have_their_lines() -> Result<()> {
         .collect();
     // Both stacks are printed, each with its numbers, and the frames with source lines.
     ensure!(told.len() == 2 + 3 + 2, "{told:#?}");
-    let readme = rows(README);
+    let tutorial = rows(TUTORIAL);
     for row in &told {
-        let is_told = readme.iter().any(|line| line.ends_with(row.as_str()));
-        ensure!(is_told, "the README does not tell: {row}");
+        let is_told = tutorial.iter().any(|line| line.ends_with(row.as_str()));
+        ensure!(is_told, "docs/tutorial.md lacks: {row}");
     }
     for (blocks, bytes) in [(RECORDS, RECORDS * SUMMARY), (1, RECORDS * RECORD)] {
         let row = format!("{bytes} bytes in {blocks} allocations from stack");
