@@ -96,7 +96,9 @@ impl Made {
                 fs::copy(format!("{ROOT}/{file}"), made.path(&file)).expect("a copy");
             }
         }
-        made.script("scripts/need", "#!/bin/sh\n");
+        for script in ["scripts/need", "scripts/libelf"] {
+            made.script(script, "#!/bin/sh\n");
+        }
         made.script(
             "cargo",
             "#!/bin/sh -e
