@@ -75,7 +75,7 @@ deps:
 	@CC="$(CC)" scripts/libelf "$(LIBELF)"
 
 demo: build
-	scripts/demo
+	PROFILE=$(PROFILE) scripts/demo
 
 test: lint test-host
 
