@@ -28,7 +28,7 @@ pub(crate) use cgroup::{Cgroup, change_events, remove_cgroup};
 pub(crate) use folded::{by_leaf, folded};
 pub(crate) use mounted::Mounted;
 pub(crate) use needs::{
-    Need, at_entries, in_guest, listed, outcome_without_root, print_slowest, probe_entries,
+    Need, NotHere, at_entries, bpf_not_permitted, in_guest, listed, print_slowest, probe_entries,
     release, test,
 };
 pub(crate) use one_cpu::OneCpu;

@@ -129,6 +129,9 @@ fn main() -> ExitCode {
     arguments.test_threads = arguments.test_threads.or(Some(2));
     if !arguments.list {
         harness::prepare();
+        if let Some(reason) = harness::bpf_not_permitted() {
+            eprintln!("e2e: {reason}; what needs it is ignored");
+        }
     }
     let listed = harness::listed();
     let tests = all().filter(|test| {

@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
+use crate::harness::NotHere;
+
 /// Cgroup (v2) that a test makes for itself. Dropping it removes the cgroup.
 pub(crate) struct Cgroup(PathBuf);
 
@@ -21,10 +23,13 @@ impl Cgroup {
             .lines()
             .map(|line| line.split(' ').collect::<Vec<_>>())
             .find(|fields| fields[2] == "cgroup2")
-            .context("no cgroup2 is mounted")?[1];
+            .context(NotHere("no cgroups of version 2"))?[1];
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let path = Path::new(mount).join(format!("memtools-{}-{number}", std::process::id()));
-        fs::create_dir(&path).context("failed to make a cgroup")?;
+        fs::create_dir(&path).map_err(|error| match error.kind() {
+            ErrorKind::ReadOnlyFilesystem => NotHere("cgroups are read-only").into(),
+            _ => anyhow::Error::new(error).context("failed to make a cgroup"),
+        })?;
         Ok(Self(path))
     }
 

@@ -3,15 +3,17 @@
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::env;
+use std::fmt;
 use std::fs::{self, File};
 use std::hint;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::Mutex;
+use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use libbpf_rs::ProgramType;
 use libtest_mimic::{Completion, Failed, Trial};
 
 use crate::harness::{pythons, workload};
@@ -90,7 +92,10 @@ impl Need {
                 makes_huge_pages(),
                 "this kernel makes no huge pages when it is asked to (MADV_COLLAPSE)",
             ),
-            Need::Once => (!in_guest(), "the same on every kernel; runs on the host"),
+            Need::Once => (
+                !in_guest() || env::var_os("MEMTOOLS_ONCE").is_some(),
+                "the same on every kernel; runs on the host",
+            ),
             Need::UserNamespaces => (
                 // Debian's own setting, where it exists, and the kernel's.
                 fs::read_to_string("/proc/sys/kernel/unprivileged_userns_clone")
@@ -206,8 +211,8 @@ pub(crate) fn test(
         if let Some(reason) = unmet {
             return Ok(Completion::ignored_with(reason));
         }
-        if let Some(outcome) = outcome_without_root() {
-            return outcome;
+        if let Some(reason) = bpf_not_permitted() {
+            return Ok(Completion::ignored_with(reason));
         }
         AT_ENTRIES.set(false);
         let started = Instant::now();
@@ -216,9 +221,13 @@ pub(crate) fn test(
         if let Ok(mut durations) = DURATIONS.lock() {
             durations.push(took);
         }
-        result
-            .map(|()| Completion::Completed)
-            .map_err(|error| Failed::from(format!("{error:?}")))
+        match result {
+            Ok(()) => Ok(Completion::Completed),
+            Err(error) => match error.downcast_ref::<NotHere>() {
+                Some(NotHere(reason)) => Ok(Completion::ignored_with(*reason)),
+                None => Err(Failed::from(format!("{error:?}"))),
+            },
+        }
     })
 }
 
@@ -244,13 +253,48 @@ pub(crate) fn print_slowest() {
     }
 }
 
-/// Returns the outcome of a test that may not run without root: failed in CI, ignored elsewhere. Returns None for root.
-pub(crate) fn outcome_without_root() -> Option<Result<Completion, Failed>> {
-    if nix::unistd::geteuid().is_root() {
-        None
-    } else if env::var_os("CI").is_some() {
-        Some(Err(Failed::from("needs root")))
-    } else {
-        Some(Ok(Completion::ignored_with("needs root")))
+/// Error of a test that cannot run on this machine: the test is ignored, with the reason.
+#[derive(Debug)]
+pub(crate) struct NotHere(pub(crate) &'static str);
+
+impl fmt::Display for NotHere {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
     }
+}
+
+impl std::error::Error for NotHere {}
+
+/// Returns why this machine's kernel does not let us trace, or None if it does. scripts/test-host looks for the first
+/// words, and runs these tests in a guest.
+pub(crate) fn bpf_not_permitted() -> Option<&'static str> {
+    static REASON: LazyLock<Option<&'static str>> = LazyLock::new(|| {
+        let tracefs = [
+            "/sys/kernel/tracing/events",
+            "/sys/kernel/debug/tracing/events",
+        ];
+        if !nix::unistd::geteuid().is_root() {
+            Some("BPF is not permitted here: not root")
+        } else if !may_administer().unwrap_or(false) {
+            Some("BPF is not permitted here: no CAP_SYS_ADMIN, as in most containers")
+        } else if !ProgramType::Tracepoint.is_supported().unwrap_or(false) {
+            Some("BPF is not permitted here: bpf(2) loads no program")
+        } else if !Path::new("/sys/kernel/btf/vmlinux").exists() {
+            Some("BPF is not permitted here: no types of the kernel in /sys/kernel/btf/vmlinux")
+        } else if !tracefs.iter().any(|folder| Path::new(folder).exists()) {
+            Some("BPF is not permitted here: no tracefs on /sys/kernel/tracing")
+        } else {
+            None
+        }
+    });
+    *REASON
+}
+
+/// Whether we have CAP_SYS_ADMIN, which includes CAP_BPF and CAP_PERFMON. Tests also mount and make namespaces.
+fn may_administer() -> Result<bool> {
+    const CAP_SYS_ADMIN: u32 = 21;
+    let status = fs::read_to_string("/proc/self/status")?;
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let effective = u64::from_str_radix(effective.unwrap_or_default().trim(), 16)?;
+    Ok(effective >> CAP_SYS_ADMIN & 1 == 1)
 }
