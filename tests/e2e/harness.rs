@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{SigHandler, Signal};
 
-pub(crate) use cgroup::{Cgroup, change_events, remove_cgroup};
+pub(crate) use cgroup::{Cgroup, cannot_make_cgroup, change_events, remove_cgroup};
 pub(crate) use folded::{by_leaf, folded};
 pub(crate) use mounted::Mounted;
 pub(crate) use needs::{

@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::harness::{NotHere, cannot_make_cgroup};
+
 const CGROUP2: &str = "/sys/fs/cgroup";
 const CGROUP1: &str = "/sys/fs/cgroup/memory";
 const TRACEFS: &str = "/sys/kernel/tracing";
@@ -33,8 +35,11 @@ impl Group {
         } else {
             (CGROUP1, "memory.limit_in_bytes")
         };
+        if !Path::new(root).join("cgroup.procs").exists() {
+            return Err(NotHere("no cgroups with a memory controller").into());
+        }
         let path = Path::new(root).join(name);
-        make_alone(&path).with_context(|| format!("failed to make {}", path.display()))?;
+        make_alone(&path).map_err(cannot_make_cgroup)?;
         let group = Self { path };
         group.set(limit, &limit_bytes.to_string())?;
         Ok(group)

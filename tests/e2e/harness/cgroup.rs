@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
 
 use crate::harness::NotHere;
 
@@ -26,10 +26,7 @@ impl Cgroup {
             .context(NotHere("no cgroups of version 2"))?[1];
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let path = Path::new(mount).join(format!("memtools-{}-{number}", std::process::id()));
-        fs::create_dir(&path).map_err(|error| match error.kind() {
-            ErrorKind::ReadOnlyFilesystem => NotHere("cgroups are read-only").into(),
-            _ => anyhow::Error::new(error).context("failed to make a cgroup"),
-        })?;
+        fs::create_dir(&path).map_err(cannot_make_cgroup)?;
         Ok(Self(path))
     }
 
@@ -47,6 +44,14 @@ impl Cgroup {
 impl Drop for Cgroup {
     fn drop(&mut self) {
         remove_cgroup(&self.0);
+    }
+}
+
+/// Returns the error of a test that could not make a cgroup: the test cannot run where cgroups are read-only.
+pub(crate) fn cannot_make_cgroup(error: io::Error) -> Error {
+    match error.kind() {
+        ErrorKind::ReadOnlyFilesystem => NotHere("cgroups are read-only").into(),
+        _ => Error::new(error).context("failed to make a cgroup"),
     }
 }
 
