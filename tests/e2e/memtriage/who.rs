@@ -75,6 +75,11 @@ fn who_reclaims_is_told_by_its_stacks() -> Result<()> {
     let mut thrash =
         Workload::spawn(&mut group.command(&workload("thrash"), &["6007", "1000003"]))?;
     thrash.go()?;
+    // An emulated guest takes long to fill the cgroup, and memtriage looks for a short time.
+    harness::eventually(
+        "the cgroup is at its limit",
+        || Ok(group.limit_hits()? > 10),
+    )?;
     let (objects, ended) = triage(&["--who", "2"])?;
     let answer = answer(&objects, "cgroup-limit").with_context(|| format!("{ended:?}"))?;
     ensure!(
