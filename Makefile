@@ -4,6 +4,8 @@
 #   make demo      build, and run memleak on a program that leaks
 #   make test      style, lints, and all tests on this kernel
 #   make test-all  what CI runs: the same, the tests on five other kernels in QEMU, and the packages
+#   make test-unit the tests that need neither BPF nor root
+#   make format    all source files as make lint wants them
 #   make test-host TEST=memleak::threads_exact      the end-to-end tests that match, on this kernel
 #   make test-vm KERNEL=6.1 TEST=memleak            the same on one of the five
 #   make install   PREFIX=/usr/local DESTDIR= SUFFIX=   (SUFFIX=-mt where a distribution has the names already)
@@ -14,6 +16,7 @@
 #   make image     the release as a container image, target/dist/bpf-memtools-VERSION-TARGET.oci.tar
 #   make test-packages   the release; .deb and .rpm installed, run and removed in roots of Debian 11, 12, 13 and
 #                        testing; the crate installed by cargo without clang; the image run as a pod is
+#   make test-clone SUITE=trixie   built in a clean root of a Debian suite, with the demo and the tests without BPF
 #   make test-reproducible   the release built once more, elsewhere, and compared
 #   make bench     overhead beside peers, as ratios
 #   make clean
@@ -21,14 +24,16 @@
 PREFIX  ?= /usr/local
 DESTDIR ?=
 SUFFIX  ?=
+SUITE   ?= trixie
 KERNEL  ?= 5.10 6.1 6.12 6.18 7.2
 TEST    ?=
 
 TOOLS  := $(shell sed -n '/^\[\[bin\]\]/{n;s/^name = "\(.*\)"/\1/p}' Cargo.toml)
 TARGET ?= $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
+RUST   := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 VERSION := $(shell sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
 # `quick` is the profile of the inner loop and of the tests; binaries are in target/$(PROFILE).
-PROFILE ?= $(if $(filter lint test test-all test-host test-vm,$(MAKECMDGOALS)),quick,release)
+PROFILE ?= $(if $(filter lint test test-all test-clone test-host test-unit test-vm,$(MAKECMDGOALS)),quick,release)
 OUT    := target/$(TARGET)/$(PROFILE)
 
 # Binaries are static: with the C library, too, and with libelf and zlib for libbpf. Without --target, RUSTFLAGS would
@@ -54,15 +59,16 @@ MAKEOVERRIDES =
 FLAGS = --profile $(PROFILE) --locked --features static --target $(TARGET)
 
 BUILD_PACKAGES = clang gcc libc6-dev pkg-config
-LINT_PACKAGES  = clang-format
+LINT_PACKAGES  = python3-venv
 # For all end-to-end tests. scripts/prerequisites has what some of them need in addition.
-TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 procps python3 tzdata xz-utils dwz
+# From Debian 13 on, binutils has no dwp.
+TEST_PACKAGES  = g++ binutils $(if $(shell command -v dwp),,binutils-gold) musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 procps python3 tzdata xz-utils dwz
 RELEASE_PACKAGES = zstd python3
 PACKAGES_PACKAGES = rpm
 IMAGE_PACKAGES = buildah
 PACKAGES_TEST_PACKAGES = python3-venv python3-yaml lintian rpmlint mmdebstrap debian-archive-keyring
 
-.PHONY: build deps demo test test-all lint test-host test-vm install uninstall release packages crate image test-packages test-reproducible bench clean vmlinux
+.PHONY: build deps demo format test test-all lint test-unit test-clone test-host test-vm install uninstall release packages crate image test-packages test-reproducible bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -70,8 +76,9 @@ build: deps
 	install $(addprefix $(OUT)/,$(TOOLS)) target/$(PROFILE)/
 
 deps:
+	@found=$$(rustc -V 2>/dev/null | cut -d' ' -f2); printf '%s\n' $(RUST) "$$found" | sort -CV || { \
+		echo "make: Rust $(RUST) or later is needed, and $${found:-none} is installed; install it: https://rustup.rs" >&2; exit 1; }
 	@scripts/need $(BUILD_PACKAGES)
-	@command -v cargo >/dev/null || { echo "make: no cargo; install Rust 1.88 or later: https://rustup.rs" >&2; exit 1; }
 	@CC="$(CC)" scripts/libelf "$(LIBELF)"
 
 demo: build
@@ -86,12 +93,31 @@ test-all: test test-vm
 # What packages are made by, and tested by.
 PACKED_BY = .ci Cargo.lock Cargo.toml Makefile build.rs packaging scripts tests/packages
 
-lint: deps
+# Versions of clang-format differ in what they make of the same rules. This one comes from PyPI.
+CLANG_FORMAT = target/clang-format-14.0.6/clang_format/data/bin/clang-format
+C_FILES = bpf/*.bpf.c bpf/*/*.[ch] bpf/include/*/*.h tests/workload/*.[ch] tests/workload/*.cc tests/hostile/*.[ch] benches/*.[ch]
+
+$(CLANG_FORMAT):
 	@scripts/need $(LINT_PACKAGES)
+	scripts/wheel clang-format==14.0.6 target/clang-format-14.0.6
+	chmod +x $@
+
+format: $(CLANG_FORMAT)
+	$(CARGO) fmt
+	$(CLANG_FORMAT) -i $(C_FILES)
+
+# Later versions of clippy and rustdoc have more to say: they fail CI, and nothing else.
+DENY = $(if $(CI),-D warnings)
+
+lint: deps $(CLANG_FORMAT)
 	$(CARGO) fmt --check
-	clang-format --dry-run -Werror bpf/*.bpf.c bpf/*/*.[ch] bpf/include/*/*.h tests/workload/*.[ch] tests/workload/*.cc tests/hostile/*.[ch] benches/*.[ch]
-	$(CARGO) clippy $(FLAGS) --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(FLAGS) --no-deps --lib --document-private-items
+	$(CLANG_FORMAT) --dry-run -Werror $(C_FILES)
+	$(CARGO) clippy $(FLAGS) --all-targets -- $(DENY)
+	RUSTDOCFLAGS="$(DENY)" $(CARGO) doc $(FLAGS) --no-deps --lib --document-private-items
+
+# Tests without BPF, which run on any machine.
+test-unit: deps
+	$(CARGO) test $(FLAGS) --lib --bins --test cli --test schema
 
 test-host: deps
 	@scripts/need $(TEST_PACKAGES)
@@ -147,6 +173,10 @@ test-packages: packages crate image
 	tests/packages/image target/dist/bpf-memtools-$(VERSION)-$(TARGET).oci.tar
 	tests/packages/crate target/dist/bpf-memtools-$(VERSION).crate
 	tests/packages/release target/dist/bpf-memtools-$(VERSION)-$(TARGET).tar.zst
+
+test-clone:
+	@scripts/need mmdebstrap debian-archive-keyring
+	tests/packages/clone $(SUITE) $(PROFILE) $(TARGET)
 
 test-reproducible: release
 	tests/packages/reproducible target/dist/bpf-memtools-$(VERSION)-$(TARGET).tar.zst
