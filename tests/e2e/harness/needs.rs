@@ -205,6 +205,15 @@ pub(crate) fn test(
     needs: &'static [Need],
     run: impl FnOnce() -> Result<()> + Send + 'static,
 ) -> Trial {
+    boxed_test(name, needs, Box::new(run))
+}
+
+/// Makes a test. This is not generic, so that it is compiled once, and not for each of 600 functions.
+fn boxed_test(
+    name: &str,
+    needs: &'static [Need],
+    run: Box<dyn FnOnce() -> Result<()> + Send>,
+) -> Trial {
     let own_name = name.to_owned();
     Trial::ignorable_test(name, move || {
         let unmet = needs.iter().find_map(|need| need.unmet_reason());
