@@ -87,8 +87,8 @@ demo: build
 test: lint test-host
 
 test-all: test test-vm
-	if scripts/due test-reproducible 1; then $(MAKE) test-reproducible; \
-	elif scripts/due test-packages 0 $(PACKED_BY); then $(MAKE) test-packages; fi
+	if scripts/due test-reproducible 1; then $(MAKE) test-reproducible PROFILE=release; \
+	elif scripts/due test-packages 0 $(PACKED_BY); then $(MAKE) test-packages PROFILE=release; fi
 
 # What packages are made by, and tested by.
 PACKED_BY = .ci Cargo.lock Cargo.toml Makefile build.rs packaging scripts tests/packages
