@@ -31,12 +31,12 @@ pub(super) fn is_missing() -> bool {
     matches!(fs::exists("/proc/self/clear_refs"), Ok(false))
 }
 
-/// Clears the marks of all pages of a process, which is given by its PID or as `self`.
+/// Clears the marks of all pages of a process.
 ///
 /// # Errors
 /// If the process has exited, or if its marks may not be cleared.
-pub(super) fn clear(process: &str, marks: PageMarks) -> Result<()> {
-    let path = format!("/proc/{process}/clear_refs");
+pub(super) fn clear(pid: u32, marks: PageMarks) -> Result<()> {
+    let path = proc::file(pid, "clear_refs");
     let (number, pages) = marks.words();
     let Err(error) = fs::write(&path, number) else {
         return Ok(());
@@ -44,10 +44,13 @@ pub(super) fn clear(process: &str, marks: PageMarks) -> Result<()> {
     let has_exited = matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT));
     Err(error).with_context(|| {
         if has_exited {
-            return format!("process {process} has exited");
+            return format!("process {pid} has exited");
         }
         let remedy = capabilities::remedy(Capability::CAP_DAC_OVERRIDE);
-        format!("failed to clear the marks of {pages} pages in {path}{remedy}")
+        format!(
+            "failed to clear the marks of {pages} pages in {}{remedy}",
+            path.display()
+        )
     })
 }
 
@@ -88,9 +91,9 @@ mod tests {
     fn a_process_that_has_exited_is_told() {
         for marks in [PageMarks::Used, PageMarks::Written] {
             // Above the greatest PID that a process can have.
-            let error = clear("8388608", marks).expect_err("no such process");
+            let error = clear(8_388_608, marks).expect_err("no such process");
             assert_eq!(error.to_string(), "process 8388608 has exited");
-            clear("self", marks).expect("our own can be cleared");
+            clear(std::process::id(), marks).expect("our own can be cleared");
         }
     }
 }

@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::path::Path;
 
 use crate::process::proc;
 
@@ -25,10 +26,10 @@ const MAX_BYTES: u64 = 64 << 20;
 
 /// Returns the words that the kernel keeps for a process now. A file that cannot be read yields none.
 pub fn words(pid: u32) -> Vec<KernelWord> {
-    let mut words = timers(&read(&format!("/proc/{pid}/timers")));
+    let mut words = timers(&read(&proc::file(pid, "timers")));
     for (number, target) in proc::open_files(pid) {
         if target.as_os_str() == "anon_inode:[eventpoll]" {
-            let text = read(&format!("/proc/{pid}/fdinfo/{number}"));
+            let text = read(&proc::file(pid, &format!("fdinfo/{number}")));
             words.extend(epoll(&text).map(|word| KernelWord {
                 what: "epoll_event.data of file descriptor",
                 number,
@@ -39,7 +40,7 @@ pub fn words(pid: u32) -> Vec<KernelWord> {
     words
 }
 
-fn read(path: &str) -> String {
+fn read(path: &Path) -> String {
     let mut text = String::new();
     if let Ok(file) = File::open(path) {
         // Text that was read before an error is used, too.

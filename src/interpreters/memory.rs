@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result, bail};
 
 use crate::code::elf_file::Elf;
-use crate::process::proc::{Mapping, Stat};
+use crate::process::proc::{self, Mapping, Stat};
 
 /// Memory of a process. The bytes that are read are untrusted.
 pub(crate) struct Memory(File);
@@ -18,7 +18,7 @@ impl Memory {
     /// # Errors
     /// If the process has exited, or may not be read.
     pub(crate) fn open(pid: u32) -> Result<Self> {
-        let memory = File::open(format!("/proc/{pid}/mem"));
+        let memory = File::open(proc::file(pid, "mem"));
         memory
             .map(Self)
             .context("failed to read the memory of a process")
@@ -101,7 +101,7 @@ pub(crate) fn layout(pid: u32) -> Result<u64> {
     const END_CODE: usize = 27;
     const START_STACK: usize = 28;
     const START_DATA: usize = 45;
-    let stat = Stat::read(format!("/proc/{pid}/stat"))?;
+    let stat = Stat::read(proc::file(pid, "stat"))?;
     let field = |number| stat.field::<u64>(number).context("too few fields");
     let (code, stack, data) = (field(END_CODE)?, field(START_STACK)?, field(START_DATA)?);
     if stack <= 1 {

@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 use crate::host::cgroup_tree;
 use crate::host::mounts::Mounts;
 use crate::print::text;
+use crate::process::proc;
 
 /// Returns the processes that are now in a cgroup or below it; `folder` is the cgroup's folder.
 ///
@@ -109,7 +110,7 @@ pub(crate) fn pod_uid(folder: &str) -> Option<String> {
 /// Returns the path of the cgroup of a process, escaped: its cgroup of version 2, or, if that is the root, its cgroup
 /// of version 1's memory controller. None if the process has exited.
 pub fn of_process(pid: u32) -> Option<String> {
-    in_list(&fs::read(format!("/proc/{pid}/cgroup")).ok()?)
+    in_list(&fs::read(proc::file(pid, "cgroup")).ok()?)
 }
 
 fn in_list(list: &[u8]) -> Option<String> {

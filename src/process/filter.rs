@@ -19,12 +19,12 @@ use plain::Plain;
 
 use crate::bpf::types;
 use crate::host::mounts::Mounts;
-use crate::parse::{self, UsageError};
+use crate::parse::UsageError;
 use crate::print::text;
 use crate::process::cgroup;
 use crate::process::complete;
 use crate::process::follow::Follower;
-use crate::process::proc::Process;
+use crate::process::proc::{self, Process};
 
 /// Maximum number of processes that `-p` accepts.
 const MAX_PIDS: usize = 512;
@@ -42,7 +42,7 @@ const INITIAL_PID_NAMESPACE: u32 = 0xeffffffc;
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct FilterArgs {
     /// Trace only these processes
-    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = parse::pid, add = ArgValueCompleter::new(complete::pids))]
+    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids))]
     pub pid: Vec<u32>,
 
     /// Trace only tasks whose name (comm) contains this

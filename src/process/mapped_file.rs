@@ -18,7 +18,7 @@ use memmap2::MmapOptions;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 
 use crate::print::text;
-use crate::process::proc::{FileId, Mapping};
+use crate::process::proc::{self, FileId, Mapping};
 
 /// Open file from which a process executes code, regardless of what its path means now. The file is held open until
 /// the value and all its clones are dropped.
@@ -154,7 +154,7 @@ pub fn open_installed(root: impl AsFd, path: &Path) -> io::Result<File> {
 /// # Errors
 /// If the process has exited, or permission is denied.
 pub fn root_of(pid: u32) -> io::Result<File> {
-    let root = format!("/proc/{pid}/root");
+    let root = proc::file(pid, "root");
     let flags = libc::O_PATH | libc::O_DIRECTORY;
     OpenOptions::new().read(true).custom_flags(flags).open(root)
 }
@@ -166,8 +166,8 @@ pub fn roots(pid: u32) -> impl Iterator<Item = File> {
 
 fn open_mapped(pid: u32, mapping: &Mapping) -> io::Result<File> {
     let Range { start, end } = mapping.range;
-    let through_mapping = format!("/proc/{pid}/map_files/{start:x}-{end:x}");
-    let error = match open_regular(Path::new(&through_mapping)) {
+    let through_mapping = proc::file(pid, &format!("map_files/{start:x}-{end:x}"));
+    let error = match open_regular(&through_mapping) {
         Ok(file) if is_of(&file, mapping) => return Ok(file),
         Ok(_) => io::ErrorKind::NotFound.into(),
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => return Err(error),

@@ -5,7 +5,7 @@
 //! makes, by exec, by its dynamic linker or by dlopen. It also has every fork, by which the child gets its parent's
 //! mappings.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -22,7 +22,7 @@ use crate::bpf::attach;
 use crate::host::capabilities::{self, Capability};
 use crate::host::cpus::Cpus;
 use crate::print::clock;
-use crate::process::proc::Mapping;
+use crate::process::proc::{self, Mapping};
 
 /// Size of the log of one CPU, in bytes; it has to last from one drain to the next. A record has about 100 bytes, and
 /// an exec makes ten or so.
@@ -46,7 +46,7 @@ pub enum Change {
     Exec(u32),
     /// The first process forked the second one, which has the same mappings.
     Forked(u32, u32),
-    /// A process has exited.
+    /// The last thread of a process has exited.
     Exited(u32),
 }
 
@@ -61,6 +61,8 @@ pub struct MappingLog {
     early: Vec<(u64, Change)>,
     /// The epoll set of all buffers and of the events of CPUs.
     filling: Epoll,
+    /// Processes whose main thread has exited while other threads run.
+    without_main: HashSet<u32>,
     lost: u64,
 }
 
@@ -86,6 +88,7 @@ impl MappingLog {
             buffers: BTreeMap::new(),
             early: Vec::new(),
             filling,
+            without_main: HashSet::new(),
             lost: 0,
         };
         let online: Vec<usize> = log.cpus.online().collect();
@@ -176,9 +179,7 @@ impl MappingLog {
                     Ok(Record::Fork(fork)) if fork.pid != fork.ppid => {
                         Some(Change::Forked(fork.ppid, fork.pid))
                     }
-                    Ok(Record::Exit(exit)) if exit.pid == exit.tid => {
-                        Some(Change::Exited(exit.pid))
-                    }
+                    Ok(Record::Exit(exit)) => exited(&mut self.without_main, exit.pid, exit.tid),
                     Ok(Record::Lost(lost)) => {
                         self.lost += lost.lost;
                         None
@@ -205,6 +206,20 @@ impl MappingLog {
     pub fn lost(&self) -> u64 {
         self.lost
     }
+}
+
+/// Returns the change by the exit of a thread, if it was the last of its process. `without_main` has the processes whose
+/// main thread has exited before other threads.
+fn exited(without_main: &mut HashSet<u32>, pid: u32, tid: u32) -> Option<Change> {
+    if pid != tid && !without_main.contains(&pid) {
+        return None;
+    }
+    if proc::has_living_thread(pid) {
+        without_main.insert(pid);
+        return None;
+    }
+    without_main.remove(&pid);
+    Some(Change::Exited(pid))
 }
 
 impl AsFd for MappingLog {

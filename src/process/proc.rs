@@ -16,6 +16,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use crate::code::elf;
 use crate::host::capabilities::{self, Capability};
 use crate::host::page_size;
+use crate::parse;
 use crate::print::text;
 use crate::process::mapped_file::{self, MappedFile};
 
@@ -35,6 +36,8 @@ pub struct Stat(String);
 impl Stat {
     /// Number of the state, a letter, which is the first field behind the name.
     pub const STATE: usize = 3;
+    /// Number of the kernel's flags of the task (`PF_`).
+    const FLAGS: usize = 9;
 
     /// Reads a file such as `/proc/PID/stat`.
     ///
@@ -71,10 +74,71 @@ pub fn all() -> Result<Vec<u32>> {
         .collect())
 }
 
+/// Parses the PID of a process, or the TID of any of its threads, which names the process. Returns the PID.
+///
+/// # Errors
+/// If the text is no such number. The error is the text for the user. Whether the process exists is not checked.
+pub fn parse_pid(text: &str) -> Result<u32, String> {
+    let number = parse::pid(text)?;
+    let process = field(format!("/proc/{number}/status"), "Tgid:");
+    Ok(process.and_then(|pid| pid.parse().ok()).unwrap_or(number))
+}
+
+/// Returns the TID of a thread of a process that still runs: of the main thread, whose TID is the PID, as long as that
+/// runs; then of any other. Of a process that has exited, returns the PID.
+///
+/// Daemons, JVM launchers and programs in Go and Rust can end their main thread, by pthread_exit(3), while other
+/// threads go on. The main thread is then a zombie without memory, files and root, as its files in /proc show. The
+/// kernel finds the memory of a process by a thread, also in system calls that take a PID, such as
+/// process_vm_readv(2).
+pub fn living_thread(pid: u32) -> u32 {
+    let main = [pid].into_iter();
+    let others = tids(pid).into_iter().flatten();
+    main.chain(others)
+        .find(|&tid| runs(pid, tid))
+        .unwrap_or(pid)
+}
+
+/// Whether the main thread of a process has ended while other threads run.
+pub fn has_lost_main_thread(pid: u32) -> bool {
+    living_thread(pid) != pid
+}
+
+/// Whether a thread of a process still runs. A process that has exited and whose parent has not waited for it has
+/// none.
+pub fn has_living_thread(pid: u32) -> bool {
+    runs(pid, living_thread(pid))
+}
+
+/// Whether a thread has not begun to exit: a thread has no memory any more some time before it becomes a zombie.
+fn runs(pid: u32, tid: u32) -> bool {
+    const PF_EXITING: u64 = 0x4;
+    let stat = Stat::read(format!("/proc/{pid}/task/{tid}/stat"));
+    let flags = stat.ok().and_then(|stat| stat.field::<u64>(Stat::FLAGS));
+    flags.is_some_and(|flags| flags & PF_EXITING == 0)
+}
+
+/// Returns the path of a file in /proc that shows a process's memory, files, namespaces or cgroup: `maps`, `exe`,
+/// `root`, `map_files/...`. The file is that of a living thread ([`living_thread`]).
+pub fn file(pid: u32, name: &str) -> PathBuf {
+    PathBuf::from(format!("/proc/{}/{name}", living_thread(pid)))
+}
+
+/// Returns the TIDs of a process's threads, including those that are about to end.
+///
+/// # Errors
+/// If the process has exited.
+pub fn tids(pid: u32) -> io::Result<Vec<u32>> {
+    let names = fs::read_dir(format!("/proc/{pid}/task"))?.flatten();
+    Ok(names
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect())
+}
+
 /// Iterates over the open files of a process: the file descriptor, and the target of its link in `/proc/PID/fd`. There
 /// are none if the process has exited, or may not be looked at.
 pub fn open_files(pid: u32) -> impl Iterator<Item = (u32, PathBuf)> {
-    let entries = fs::read_dir(format!("/proc/{pid}/fd"));
+    let entries = fs::read_dir(file(pid, "fd"));
     entries.into_iter().flatten().flatten().filter_map(|entry| {
         let number = entry.file_name().to_str()?.parse().ok()?;
         Some((number, fs::read_link(entry.path()).ok()?))
@@ -186,7 +250,8 @@ impl Process {
 
     /// Returns the process's name as the kernel keeps it, escaped: up to 15 bytes.
     pub fn comm(&self) -> String {
-        let comm = fs::read(self.file("comm")).unwrap_or_default();
+        // The main thread's name is the process's, even when the thread has ended.
+        let comm = fs::read(format!("/proc/{}/comm", self.pid)).unwrap_or_default();
         text::escape_bytes(comm.strip_suffix(b"\n").unwrap_or(&comm))
     }
 
@@ -250,7 +315,7 @@ impl Process {
 
     /// Returns the PID in the process's own PID namespace, after which the process names its files.
     pub fn pid_in_its_namespace(&self) -> u32 {
-        let ids = field(self.file("status"), "NSpid:");
+        let ids = field(self.file("status"), "NStgid:");
         ids.and_then(|ids| ids.split_whitespace().next_back()?.parse().ok())
             .unwrap_or(self.pid)
     }
@@ -270,16 +335,15 @@ impl Process {
     /// Returns PF_KTHREAD of the flags in /proc/PID/stat.
     fn is_kernel_thread(&self) -> Result<bool> {
         const PF_KTHREAD: u64 = 0x0020_0000;
-        const FLAGS: usize = 9;
         let stat = Stat::read(self.file("stat"))
             .with_context(|| format!("process {} has exited", self.pid))?;
-        let flags: Option<u64> = stat.field(FLAGS);
+        let flags: Option<u64> = stat.field(Stat::FLAGS);
         let flags = flags.context("failed to read the flags of the process")?;
         Ok(flags & PF_KTHREAD != 0)
     }
 
     fn file(&self, name: &str) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/{name}", self.pid))
+        file(self.pid, name)
     }
 }
 

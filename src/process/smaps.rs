@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader};
 
 use anyhow::{Context, Result};
 
-use crate::process::proc::Mapping;
+use crate::process::proc::{self, Mapping};
 
 /// Mapping, with the sizes that the kernel finds by walking the page tables.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,8 +30,9 @@ pub struct MappedMemory {
 /// # Errors
 /// If the process has exited, or permission is denied.
 pub fn read(pid: u32) -> Result<Vec<MappedMemory>> {
-    let path = format!("/proc/{pid}/smaps");
-    let file = File::open(&path).with_context(|| format!("failed to open {path}"))?;
+    let path = proc::file(pid, "smaps");
+    let path = path.display();
+    let file = File::open(path.to_string()).with_context(|| format!("failed to open {path}"))?;
     let mut lines = BufReader::with_capacity(1 << 16, file);
     let (mut all, mut line) = (Vec::new(), Vec::new());
     while lines

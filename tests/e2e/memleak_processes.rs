@@ -1,6 +1,7 @@
 //! memleak over several processes, and over a process that becomes another program.
 
 use std::collections::{HashMap, HashSet};
+use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -25,6 +26,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         an_exec_forgets,
         an_exec_forgets_totals,
         children_want_a_parent,
+        a_process_without_its_main_thread,
+        a_main_thread_that_ends_meanwhile,
     }
 }
 
@@ -52,6 +55,55 @@ fn groups_at_end(tool: Tool) -> Result<Vec<Group>> {
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     memleak::last_report(&ended.stdout)
+}
+
+/// Every tool sees a process whose main thread has ended, and -p takes the TID of a thread.
+fn a_process_without_its_main_thread() -> Result<()> {
+    let mut workload = Workload::start("leaderless", &["31", "4093"])?;
+    let pid = workload.pid();
+    let tid = fs::read_dir(format!("/proc/{pid}/task"))?
+        .flatten()
+        .filter_map(|thread| thread.file_name().into_string().ok())
+        .find(|tid| *tid != pid)
+        .context("no other thread")?;
+    let tool = start(&["-p", &tid])?;
+
+    let usage = harness::run("memtriage", &["-j", "-p", &tid])?;
+    ensure!(usage.status.success(), "{usage:?}");
+    let all = harness::run("memtriage", &["-j", "--by", "process", "-T", "10000"])?;
+    let shown = format!(r#""pid":{pid},"comm":"leaderless""#);
+    ensure!(all.stdout.contains(&shown), "{pid} is not shown: {all:?}");
+    let heap = harness::run(
+        "memleak",
+        &["--heap", "-j", "--max-pause", "5000", "-p", &pid],
+    )?;
+    ensure!(heap.status.success(), "{heap:?}");
+
+    workload.work()?;
+    workload.finish()?;
+    let ended = tool.wait()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let groups = memleak::last_report(&ended.stdout)?;
+    let leaked = memleak::outstanding(&groups, "leak_leaderless");
+    ensure!(leaked == (31 * 4093, 31), "{leaked:?}: {groups:#?}");
+    Ok(())
+}
+
+/// A trace goes on after the end of the main thread, in libraries that are loaded later, too.
+fn a_main_thread_that_ends_meanwhile() -> Result<()> {
+    let library = harness::workload("libloaded.so");
+    let library = library.to_str().context("a path")?;
+    let mut workload = Workload::start("leaderless", &["37", "4093", library])?;
+    let mut tool = start(&["-p", &workload.pid()])?;
+    workload.work()?;
+    tool.wait_for_stderr("probes in libloaded.so")?;
+    workload.work()?;
+    workload.finish()?;
+    let ended = tool.wait()?;
+    let groups = memleak::last_report(&ended.stdout)?;
+    let leaked = memleak::outstanding(&groups, "leak_leaderless");
+    ensure!(leaked == (37 * 4093, 37), "{leaked:?}: {ended:?}");
+    Ok(())
 }
 
 fn each_of_two_has_its_own() -> Result<()> {

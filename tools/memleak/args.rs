@@ -13,6 +13,7 @@ use memtools::print::output::{Format, Output};
 use memtools::process::complete;
 use memtools::process::container::ContainerArgs;
 use memtools::process::filter::{FilterArgs, cgroup_path};
+use memtools::process::proc;
 use memtools::run::cli;
 use memtools::run::poll::Poller;
 use memtools::run::skeleton::StackCapacity;
@@ -95,7 +96,7 @@ pub(crate) struct Args {
     pub(crate) count: Option<u64>,
 
     /// Trace these processes
-    #[arg(help_heading = WHOSE, short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = parse::pid, add = ArgValueCompleter::new(complete::pids))]
+    #[arg(help_heading = WHOSE, short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids))]
     pub(crate) pid: Vec<u32>,
 
     /// Run this command and trace it; its exit status becomes ours

@@ -21,7 +21,7 @@ use memtools::heap::capture::Request;
 use memtools::heap::growth::follow::Follower;
 use memtools::heap::growth::judge::{self, Judgement, Point};
 use memtools::process::container::CgroupInfo;
-use memtools::process::proc::Process;
+use memtools::process::proc::{self, Process};
 use memtools::run::poll::Poller;
 use memtools::run::privileges;
 
@@ -281,5 +281,5 @@ impl<'a> Study<'a> {
 /// Returns the process's auxiliary vector, which has random addresses and so is new with each program that the process
 /// executes.
 fn program(process: &Process) -> Vec<u8> {
-    std::fs::read(format!("/proc/{}/auxv", process.pid())).unwrap_or_default()
+    std::fs::read(proc::file(process.pid(), "auxv")).unwrap_or_default()
 }

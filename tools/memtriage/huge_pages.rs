@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use memtools::host::values::Values;
 use memtools::print::output::Row;
+use memtools::process::proc;
 use memtools::process::smaps::{self, MappedMemory};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
@@ -110,7 +111,7 @@ impl Search {
         let (sender, answer) = channel();
         thread::spawn(move || {
             let huge = |pid: u32| {
-                let rollup = Values::read(format!("/proc/{pid}/smaps_rollup")).ok()?;
+                let rollup = Values::read(proc::file(pid, "smaps_rollup")).ok()?;
                 Some((rollup.get_or_zero("AnonHugePages"), pid))
             };
             let most = processes.into_iter().filter_map(|(_, pid)| huge(pid)).max();
@@ -139,7 +140,7 @@ impl Row for HugePages {
 /// Returns the share of zeros of each huge page that is read. The addresses where a huge page can be are visited once
 /// each, in an order that spreads them. No read is begun after `deadline`.
 fn shares_of_zeros(pid: u32, mappings: &[MappedMemory], deadline: Instant) -> io::Result<Vec<f64>> {
-    let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
+    let pagemap = File::open(proc::file(pid, "pagemap"))?;
     let places = Places::of(mappings);
     let mut memory = vec![0; HUGE_PAGE as usize];
     let mut shares = Vec::new();
@@ -229,7 +230,8 @@ fn read(pid: u32, at: u64, memory: &mut [u8]) -> bool {
     };
     let wanted = memory.len();
     let local = &mut [IoSliceMut::new(memory)];
-    process_vm_readv(Pid::from_raw(pid.cast_signed()), local, &[remote]) == Ok(wanted)
+    let thread = Pid::from_raw(proc::living_thread(pid).cast_signed());
+    process_vm_readv(thread, local, &[remote]) == Ok(wanted)
 }
 
 fn share_of_zeros(memory: &[u8]) -> f64 {

@@ -31,6 +31,7 @@ use memtools::print::output::{Format, Output};
 use memtools::process::complete;
 use memtools::process::container::ContainerArgs;
 use memtools::process::filter;
+use memtools::process::proc;
 use memtools::run::cli;
 use memtools::run::poll::{Poller, Wake};
 
@@ -112,7 +113,7 @@ struct Args {
     keep: usize,
 
     /// Show where the memory of this process is instead
-    #[arg(short, long, value_name = "PID", value_parser = parse::pid, add = ArgValueCompleter::new(complete::pids), conflicts_with_all = ["watch", "who", "doctor", "record", "cgroup", "by"])]
+    #[arg(short, long, value_name = "PID", value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids), conflicts_with_all = ["watch", "who", "doctor", "record", "cgroup", "by"])]
     pid: Option<u32>,
 
     /// Show where the memory of this cgroup is instead: a path, a systemd unit, or the id of a container or pod

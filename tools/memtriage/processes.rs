@@ -77,8 +77,9 @@ fn look_at(pid: u32) -> Option<ProcessUsage> {
     const MAJFLT: usize = 12;
     const STARTTIME: usize = 22;
     let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
-    let status = Values::parse(&String::from_utf8_lossy(&read("status")?));
+    // The main thread has the start and the name of the process, even when the thread has ended.
     let stat = Stat::read(format!("/proc/{pid}/stat")).ok()?;
+    let status = Values::read(proc::file(pid, "status")).ok()?;
     let comm = read("comm")?;
     status.get("VmRSS")?;
     let io = read("io").unwrap_or_default();
@@ -153,7 +154,7 @@ fn add_pss(processes: &mut [ProcessUsage]) {
     let (sender, answers) = channel();
     thread::spawn(move || {
         for pid in pids {
-            let rollup = Values::read(format!("/proc/{pid}/smaps_rollup")).ok();
+            let rollup = Values::read(proc::file(pid, "smaps_rollup")).ok();
             let pss = rollup.and_then(|rollup| rollup.get("Pss"));
             if sender.send((pid, pss)).is_err() {
                 break;

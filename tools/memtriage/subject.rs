@@ -19,7 +19,7 @@ use memtools::host::memory_cgroups;
 use memtools::host::values::Values;
 use memtools::print::output::Output;
 use memtools::print::text;
-use memtools::process::proc::Process;
+use memtools::process::proc::{self, Process};
 use memtools::process::smaps::{self, MappedMemory};
 use memtools::run::poll::Poller;
 
@@ -109,7 +109,7 @@ impl Subject {
             Self::Process(process) => {
                 let pid = process.pid();
                 let mappings = smaps::read(pid)?;
-                let status = Values::read(format!("/proc/{pid}/status"))?;
+                let status = Values::read(proc::file(pid, "status"))?;
                 let usage = processes::one(pid).with_context(|| {
                     format!("process {pid} has exited, or is a thread of the kernel, which has no memory of its own")
                 })?;
@@ -169,7 +169,7 @@ struct SharedFiles(Vec<(u32, u32)>);
 
 impl SharedFiles {
     fn of(pid: u32) -> Self {
-        let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+        let mounts = fs::read_to_string(proc::file(pid, "mountinfo")).unwrap_or_default();
         Self::parse(&mounts)
     }
 

@@ -29,7 +29,7 @@ pub(crate) fn largest() -> Option<UnlinkedFile> {
             let Some(file) = without_name(target.as_os_str().as_bytes()) else {
                 continue;
             };
-            let Ok(stat) = fs::metadata(format!("/proc/{pid}/fd/{number}")) else {
+            let Ok(stat) = fs::metadata(proc::file(pid, &format!("fd/{number}"))) else {
                 continue;
             };
             let nameless = found

@@ -43,7 +43,7 @@ fn look_at(pid: u32) -> Option<Candidate> {
     if oom_score_adj == -1000 {
         return None;
     }
-    let status = read("status")?;
+    let status = fs::read_to_string(proc::file(pid, "status")).ok()?;
     Some(Candidate {
         pid,
         comm: text::escape(read("comm")?.trim_end_matches('\n')).into_owned(),

@@ -17,6 +17,7 @@ use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
 use memtools::process::container::CgroupResolver;
 use memtools::process::origin::Origin;
+use memtools::process::proc::Process;
 use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
 
@@ -205,10 +206,12 @@ impl<'a> Printer<'a> {
 
     fn victim(&mut self, task: &task) -> Victim {
         if task.known == 0 {
-            // The victim has not exited yet: its name may still be in /proc.
-            let comm = fs::read_to_string(format!("/proc/{}/comm", task.pid)).ok();
+            // The kernel names the first thread that has not ended. The victim has not exited yet: its name may still
+            // be in /proc.
+            let pid = Process::of_thread(task.pid).map_or(task.pid, |process| process.pid());
+            let comm = fs::read_to_string(format!("/proc/{pid}/comm")).ok();
             return Victim {
-                pid: task.pid,
+                pid,
                 comm: comm.map(|comm| text::escape(comm.trim_end_matches('\n')).into_owned()),
                 ..Victim::default()
             };

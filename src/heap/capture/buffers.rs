@@ -60,7 +60,7 @@ impl CopyBuffers {
     /// # Errors
     /// If the marks cannot be cleared, if the frames of the pages are not shown to us, or if the buffer is too small.
     pub(super) fn pre_copy(&mut self, pid: u32, pages: &Pages, wanted: PageRuns) -> Result<()> {
-        clear_refs::clear(&pid.to_string(), PageMarks::Written)?;
+        clear_refs::clear(pid, PageMarks::Written)?;
         self.frames = pages
             .pfns(&wanted)
             .with_context(|| format!("failed to list the pages of process {pid}"))?;

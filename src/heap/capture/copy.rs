@@ -14,6 +14,7 @@ use nix::unistd::Pid;
 use super::arch;
 use crate::heap::page_index::PAGE;
 use crate::heap::page_runs::PageRuns;
+use crate::process::proc;
 
 /// Bytes that a thread copies at a time. With less, threads wait for each other. With more, threads end at different
 /// times, and the caches have no space for the pieces.
@@ -194,7 +195,7 @@ fn read_near(pid: u32, pieces: &[Piece], near: &mut [u8]) -> usize {
             len: piece.to.len(),
         })
         .collect();
-    let pid = Pid::from_raw(pid as i32);
+    let pid = Pid::from_raw(proc::living_thread(pid).cast_signed());
     process_vm_readv(pid, &mut [IoSliceMut::new(near)], &from).unwrap_or(0)
 }
 

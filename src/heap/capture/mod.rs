@@ -34,6 +34,7 @@ use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::realtime::Realtime;
 use crate::host::values::Values;
 use crate::print::{clock, text};
+use crate::process::proc;
 use crate::process::proc::Process;
 use crate::process::translator;
 
@@ -327,7 +328,7 @@ fn expect_known(process: &Process) -> Result<()> {
              program without it"
         );
     }
-    let status = Values::read(format!("/proc/{pid}/status")).unwrap_or_default();
+    let status = Values::read(proc::file(pid, "status")).unwrap_or_default();
     let swapped = status.get_or_zero("VmSwap");
     if swapped > 0 {
         bail!(
@@ -408,7 +409,7 @@ fn listed<T>(pid: u32, read: io::Result<T>) -> Result<T> {
 }
 
 fn areas(pid: u32) -> Result<Vec<Area>> {
-    let maps = fs::read(format!("/proc/{pid}/maps"))
+    let maps = fs::read(proc::file(pid, "maps"))
         .with_context(|| format!("failed to read the mappings of process {pid}"))?;
     let areas = Area::parse_list(&maps);
     if areas.is_empty() {

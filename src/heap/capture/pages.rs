@@ -15,6 +15,7 @@ use crate::heap::area::Area;
 use crate::heap::page_index::PAGE;
 use crate::heap::page_runs::{self, PageRuns};
 use crate::host::capabilities::{self, Capability};
+use crate::process::proc;
 
 use super::soft_dirty;
 
@@ -48,7 +49,7 @@ pub(super) struct Pages {
 
 impl Pages {
     pub(super) fn open(pid: u32) -> Result<Self> {
-        let path = format!("/proc/{pid}/pagemap");
+        let path = proc::file(pid, "pagemap");
         let opened = File::open(&path);
         if let Err(error) = &opened
             && error.kind() == io::ErrorKind::NotFound
@@ -57,7 +58,7 @@ impl Pages {
         }
         let pagemap = opened.with_context(|| {
             let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
-            format!("failed to open {path}{remedy}")
+            format!("failed to open {}{remedy}", path.display())
         })?;
         Ok(Self {
             pagemap,

@@ -36,7 +36,7 @@ fn try_own_page() -> Result<bool> {
     if clear_refs::is_missing() {
         return Ok(false);
     }
-    clear_refs::clear("self", PageMarks::Written)?;
+    clear_refs::clear(std::process::id(), PageMarks::Written)?;
     let pagemap = File::open("/proc/self/pagemap").context("failed to open our pagemap")?;
     let is_marked = |page: &MmapMut| -> Result<bool> {
         let mut entry = [0; 8];

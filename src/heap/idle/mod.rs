@@ -135,8 +135,8 @@ impl Watch {
             before: Mutex::default(),
         };
         for _ in 0..TRIES {
-            clear_refs::clear("self", PageMarks::Used)?;
-            clear_refs::clear(&process.pid().to_string(), PageMarks::Used)?;
+            clear_refs::clear(std::process::id(), PageMarks::Used)?;
+            clear_refs::clear(process.pid(), PageMarks::Used)?;
             watch.cpus_not_reached = translations::flush()?;
             watch.begin = Instant::now();
             watch.scanned = scanned();

@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use crate::heap::image::Image;
+use crate::process::proc;
 
 /// Memory of the program and its libraries that is read-only, and so was not copied: vtables, and the names of
 /// classes. This memory is the same later as when the image was taken.
@@ -24,7 +25,7 @@ impl RunningModules {
     /// # Errors
     /// If the process has exited, or may not be looked at.
     pub fn open(pid: u32) -> io::Result<Self> {
-        File::open(format!("/proc/{pid}/mem")).map(Self)
+        File::open(proc::file(pid, "mem")).map(Self)
     }
 }
 

@@ -69,9 +69,9 @@ pub(super) fn request(process: &Process, machine: &Machine) -> Result<()> {
 /// Checks that HotSpot will accept the request: this process has to have HotSpot's user and group, or be root. In
 /// another user namespace HotSpot recognizes neither.
 fn expect_accepted(process: &Process) -> Result<()> {
-    let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/user"));
+    let namespace = |pid: u32| fs::read_link(proc::file(pid, "ns/user"));
     ensure!(
-        namespace("self")? == namespace(&process.pid().to_string())?,
+        namespace(std::process::id())? == namespace(process.pid())?,
         "it is in a user namespace of its own"
     );
     let (user, group) = (geteuid(), getegid());
@@ -104,7 +104,7 @@ fn is_set(machine: &Machine, name: &str) -> Result<bool> {
 
 /// Returns whether a process catches SIGQUIT, which kills it otherwise.
 fn catches_quit(pid: u32) -> bool {
-    let caught = proc::field(format!("/proc/{pid}/status"), "SigCgt:");
+    let caught = proc::field(proc::file(pid, "status"), "SigCgt:");
     let caught = caught.and_then(|signals| u64::from_str_radix(&signals, 16).ok());
     caught.is_some_and(|signals| signals & (1 << (libc::SIGQUIT - 1)) != 0)
 }

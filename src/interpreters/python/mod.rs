@@ -25,12 +25,14 @@ pub(crate) mod pythons;
 use std::fs::File;
 use std::io::Read;
 
+use crate::process::proc;
+
 /// Returns whether all objects of a process come from malloc, including objects of 512 bytes or less, because the
 /// environment variable `PYTHONMALLOC` asks for malloc.
 fn allocates_by_malloc(pid: u32) -> bool {
     const MAX_ENVIRON: u64 = 4 << 20;
     let mut environment = Vec::new();
-    let read = File::open(format!("/proc/{pid}/environ"))
+    let read = File::open(proc::file(pid, "environ"))
         .and_then(|file| file.take(MAX_ENVIRON).read_to_end(&mut environment));
     read.is_ok() && asks_for_malloc(&environment)
 }

@@ -6,6 +6,7 @@ use std::fs;
 use memchr::memmem;
 
 use super::UnwindTarget;
+use crate::process::proc;
 
 const OPTION: &[u8] = b"PreserveFramePointer";
 
@@ -20,7 +21,7 @@ pub(super) fn keep_frame_pointers(whose: &UnwindTarget) -> bool {
 /// Whether a process was started with the option, by its environment (`JAVA_TOOL_OPTIONS`), its command line, and the
 /// command that it is to execute.
 fn keeps(pid: u32, line: &str) -> bool {
-    let of_process = |what| fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
+    let of_process = |what| fs::read(proc::file(pid, what)).unwrap_or_default();
     is_on(
         &[
             &of_process("environ"),

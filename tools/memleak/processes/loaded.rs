@@ -8,7 +8,7 @@ use anyhow::Result;
 use libbpf_rs::Link;
 use memtools::process::address_space::CodeFile;
 use memtools::process::mapped_file::MappedFile;
-use memtools::process::proc::{FileId, Process};
+use memtools::process::proc::{self, FileId, Process};
 use memtools::process::translator;
 use nix::unistd::{Pid, getpgid};
 
@@ -40,6 +40,8 @@ pub(crate) struct LoadedFiles {
     /// Allocators that were probed before their process was stopped for them, if it is to be stopped.
     late: Vec<Late>,
     pub(crate) links: Vec<Link>,
+    /// Files that `links` are in, each with the process that it is probed in.
+    objects: Vec<(i32, Object)>,
     /// Files that are probed in every process, including those that were probed at the start.
     shared: Vec<ProbedFile>,
 }
@@ -58,6 +60,7 @@ impl LoadedFiles {
             seen_stopped: HashSet::new(),
             late: Vec::new(),
             links: Vec::new(),
+            objects: Vec::new(),
             shared: target.shared_files(),
         }
     }
@@ -235,10 +238,28 @@ impl LoadedFiles {
             return Ok(None);
         };
         self.links.extend(attached.probe(pid, &object, args)?);
-        if pid == EVERY_PROCESS {
+        if pid == EVERY_PROCESS || proc::has_lost_main_thread(pid.cast_unsigned()) {
             self.shared.extend(object.probed_file());
         }
+        self.objects.push((pid, object.clone()));
         Ok(Some(object))
+    }
+
+    /// Probes all files once more, at the start and later ones, whose probes have been removed.
+    /// Returns the new links.
+    pub(crate) fn probe_again(
+        &mut self,
+        target: &Targets,
+        attached: &Attached,
+        args: &Args,
+    ) -> Result<Vec<Link>> {
+        let mut links = Vec::new();
+        let later = self.objects.iter().map(|(pid, object)| (*pid, object));
+        for (pid, object) in target.objects().chain(later) {
+            links.extend(attached.probe(pid, object, args)?);
+            self.shared.extend(object.probed_file());
+        }
+        Ok(links)
     }
 
     /// Returns a message if one of these translators reads a file that is probed in every process.

@@ -20,7 +20,7 @@ use super::signature::Signature;
 use crate::args::{Args, Mode};
 
 /// A file of the target with functions to probe.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Object {
     /// Held open: probes are attached through its descriptor.
     pub(crate) file: MappedFile,

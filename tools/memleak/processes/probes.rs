@@ -24,7 +24,7 @@ use super::objects;
 use super::python_objects;
 use super::signature::Signature;
 use super::stopped::StopRequests;
-use super::target::Targets;
+use super::target::{self, Targets};
 use crate::args::Args;
 
 /// Loaded BPF object, by which probes are attached.
@@ -141,12 +141,13 @@ impl Attached {
             .context("failed to steer the programs")
     }
 
-    /// Attaches the probes of one file in one process.
+    /// Attaches the probes of one file in one process, or in every process.
     ///
     /// The kernel keeps one reference counter, as USDT uses them, for all probes of an instruction. While another
     /// tracer's probe at an instruction has a counter, ours is refused, as it has none. If that happens, functions are
     /// probed at their entries instead of behind them.
     pub(crate) fn probe(&self, pid: i32, object: &Object, args: &Args) -> Result<Vec<Link>> {
+        let pid = target::pid_to_probe(pid, object)?;
         let started = clock::monotonic_ns();
         let mut links = self.place(pid, object);
         if links.as_ref().is_err_and(is_invalid) && !args.no_placement {
@@ -179,6 +180,12 @@ impl Attached {
             AttachMode::Multi => self.multi(pid, object),
             way => self.perf(way, pid, object),
         }
+    }
+
+    /// Whether probes in one process end with its main thread. Sessions (6.13 and later) compare thread groups instead
+    /// of the main thread's memory.
+    pub(crate) fn ends_with_main_thread(&self) -> bool {
+        self.way != AttachMode::Session
     }
 
     /// Detaches the probes.

@@ -135,7 +135,7 @@ impl Targets {
         })
     }
 
-    /// Returns each file to probe, with the pid that libbpf takes for the process to probe it in.
+    /// Returns each file to probe, with the pid of the process to probe it in, or [`EVERY_PROCESS`].
     pub(crate) fn objects(&self) -> impl Iterator<Item = (i32, &Object)> {
         let own = self.processes.iter().flat_map(|traced| {
             let pid = traced.process.pid().cast_signed();
@@ -152,7 +152,20 @@ impl Targets {
 
     /// Returns the files that are probed in every process.
     pub(crate) fn shared_files(&self) -> Vec<ProbedFile> {
-        probed_files(self.shared.iter().flatten())
+        let lost = |of: &&TracedProcess| proc::has_lost_main_thread(of.process.pid());
+        let of_lost = self.processes.iter().filter(lost);
+        let of_lost = of_lost.flat_map(|traced| &traced.objects);
+        probed_files(self.shared.iter().flatten().chain(of_lost))
+    }
+
+    /// Returns a process whose main thread has ended, if its files are probed in it alone.
+    pub(crate) fn without_main_thread(&self) -> Option<u32> {
+        let mut alone = self.processes.iter().filter(|_| self.shared.is_none());
+        let found = alone.find(|of| {
+            let pid = of.process.pid();
+            proc::has_lost_main_thread(pid) && proc::has_living_thread(pid)
+        });
+        found.map(|of| of.process.pid())
     }
 
     /// Returns the signatures of all functions to probe, each once.
@@ -173,12 +186,11 @@ impl Targets {
             (Some(_), true) => Symbolizer::of_descendants()?,
             (Some(_), false) => Symbolizer::of_all_processes()?,
         };
-        if self.shared.is_some() {
-            symbolizer.watch_translators();
-            if !self.ends_with_them {
-                symbolizer.read_running_processes();
-                return Ok(symbolizer);
-            }
+        // A process may lose its main thread, and then needs probes in every process.
+        symbolizer.watch_translators();
+        if self.shared.is_some() && !self.ends_with_them {
+            symbolizer.read_running_processes();
+            return Ok(symbolizer);
         }
         for TracedProcess { process, .. } in &self.processes {
             if self.command.is_some() {
@@ -316,6 +328,28 @@ pub(crate) fn read_by_translator(
             file.module
         ))
     })
+}
+
+/// Returns the pid that libbpf takes to probe a file in a process, or in [`EVERY_PROCESS`].
+///
+/// The kernel recognizes the process of a probe by the memory of the main thread. Once that has ended, the file is
+/// probed in every process, and the BPF programs' filter chooses the process.
+///
+/// # Errors
+/// If the file would have to be probed in every process, and a translator reads it.
+pub(crate) fn pid_to_probe(pid: i32, object: &Object) -> Result<i32> {
+    if pid == EVERY_PROCESS || !proc::has_lost_main_thread(pid.cast_unsigned()) {
+        return Ok(pid);
+    }
+    if let Some(harm) = read_by_translator(&probed_files([object]), proc::all()?) {
+        bail!(
+            "the main thread of process {pid} has ended, so that only probes in every process reach it; {harm}"
+        );
+    }
+    objects::warn_once(&format!(
+        "the main thread of process {pid} has ended: its files are probed in every process that runs them"
+    ));
+    Ok(EVERY_PROCESS)
 }
 
 /// Returns the files of these objects.

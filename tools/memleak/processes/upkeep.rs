@@ -32,6 +32,8 @@ pub(super) struct Upkeep<'a> {
     limit: Option<Limit<'a>>,
     /// Time at which a trace without hits says why that can be. None once the time is over.
     quiet_until: Option<Instant>,
+    /// Whether the probes have been placed once more, as a process's main thread has ended.
+    survives_main_thread: bool,
     /// Message on a translator that reads a file that is probed in every process.
     harm: Option<String>,
 }
@@ -54,6 +56,8 @@ impl<'a> Upkeep<'a> {
             cost: Cost::new(attached, target)?,
             limit: Limit::of(args, attached),
             quiet_until: Some(now + QUIET),
+            survives_main_thread: !attached.ends_with_main_thread()
+                || target.without_main_thread().is_some(),
             harm: None,
         })
     }
@@ -85,6 +89,7 @@ impl<'a> Upkeep<'a> {
 
     /// Probes files that processes have loaded, and looks for processes that the probes would harm.
     pub(super) fn scan_loaded_files(&mut self, symbolizer: &Symbolizer) {
+        self.outlive_main_thread();
         let files = symbolizer.code_files();
         self.loaded
             .probe_new_files(files, self.target, self.attached, self.args);
@@ -92,6 +97,30 @@ impl<'a> Upkeep<'a> {
         self.harm = self
             .loaded
             .find_translator_conflict(symbolizer.translators());
+    }
+
+    /// Places the probes once more in every process, if the kernel has ended them with a process's main thread.
+    fn outlive_main_thread(&mut self) {
+        if self.survives_main_thread {
+            return;
+        }
+        let Some(pid) = self.target.without_main_thread() else {
+            return;
+        };
+        self.survives_main_thread = true;
+        self.detach();
+        eprintln!(
+            "memleak: the main thread of process {pid} has ended, and the probes with it: what the process allocated \
+             and freed in up to {} ms is not known",
+            loaded::PAUSE.as_millis()
+        );
+        match self
+            .loaded
+            .probe_again(self.target, self.attached, self.args)
+        {
+            Ok(links) => self.links = links,
+            Err(error) => eprintln!("memleak: nothing is traced any more: {error:#}"),
+        }
     }
 
     pub(super) fn harms(&self) -> bool {
