@@ -94,6 +94,21 @@ pub(super) mod tests {
     use std::io::{BufRead, BufReader};
     use std::process::{Child, Command, Stdio};
 
+    /// Returns whether a program that not every machine has is missing, and prints the name of the test that cannot run
+    /// without it. In CI, nothing may be missing.
+    #[expect(clippy::print_stderr, reason = "a test that does not run says so")]
+    pub(in crate::interpreters) fn is_missing(program: &str) -> bool {
+        let mut version = Command::new(program);
+        let version = version.arg("--version").stdout(Stdio::null());
+        let runs = version.stderr(Stdio::null()).status();
+        if runs.is_ok_and(|status| status.success()) || std::env::var_os("CI").is_some() {
+            return false;
+        }
+        let test = std::thread::current().name().unwrap_or("a test").to_owned();
+        eprintln!("not run: {test}: {program} is not installed");
+        true
+    }
+
     /// A child process that has printed a line, and that is killed when the value is dropped.
     pub(in crate::interpreters) struct Running(Child);
 

@@ -125,10 +125,13 @@ mod tests {
     use std::process::Command;
 
     use super::*;
-    use crate::interpreters::search::tests::Running;
+    use crate::interpreters::search::tests::{Running, is_missing};
 
     #[test]
     fn the_code_of_a_virtual_machine_is_found() {
+        if is_missing("java") {
+            return;
+        }
         let folder = tempfile::tempdir().expect("a folder");
         let source = folder.path().join("Ready.java");
         let program = "class Ready { public static void main(String[] a) throws Exception {\n\

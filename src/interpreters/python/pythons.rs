@@ -140,9 +140,13 @@ mod tests {
     use super::*;
     use crate::bpf::map_create;
     use crate::interpreters::python::locate::tests::python;
+    use crate::interpreters::search::tests::is_missing;
 
     #[test]
     fn a_python_too_many_is_reported() {
+        if is_missing("python3") {
+            return;
+        }
         let sizes = (size_of::<u64>(), size_of::<types::python_process>());
         let Some(processes) = map_create::create_for_test(MapType::Hash, sizes, 1, 0) else {
             return;
