@@ -247,7 +247,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         let requests: Events<u32> = Events::new(self.requests)?;
         priority::raise();
         poller.watch_mappings(&mappings);
-        poller.watch_table_requests(&requests);
+        poller.watch(&requests);
         self.symbolizer.read_running_processes();
         self.processes = output.has_timeline().then(HashMap::new);
         self.exports.begin();
@@ -262,11 +262,12 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             if wake.mappings {
                 self.symbolizer.refresh();
             }
-            if wake.table_request {
+            let table_request = wake.is_ready(&requests);
+            if table_request {
                 requests.drain()?;
             }
             match due {
-                Due::Nothing if wake.table_request => self.collect(report, true)?,
+                Due::Nothing if table_request => self.collect(report, true)?,
                 Due::Nothing => {}
                 Due::Report => {
                     self.collect(report, true)?;

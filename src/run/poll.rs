@@ -2,7 +2,7 @@
 //! our output.
 
 use std::io::{self, Stdout};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -15,7 +15,6 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
-use crate::host::pressure::Trigger;
 use crate::process::inherited;
 
 /// Pause after each read of the ring buffer. The kernel wakes the reader only for an event that finds the buffer
@@ -25,22 +24,12 @@ const PAUSE_BETWEEN_LOOKS: Duration = Duration::from_millis(10);
 const SIGUSR1: u32 = Signal::SIGUSR1 as u32;
 
 /// Reasons why a wait ended. Several can be true at once.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Wake {
     /// The ring buffer has events.
     pub events: bool,
     /// The log of mappings is filling up.
     pub mappings: bool,
-    /// Another thread of the tool asks for something.
-    pub thread_request: bool,
-    /// A BPF program asks for a larger table.
-    pub table_request: bool,
-    /// A client of [`serve`](crate::serve) waits for a report.
-    pub client: bool,
-    /// A command is held at its exit.
-    pub command_exiting: bool,
-    /// Tasks have waited for memory as long as a [`Trigger`] says.
-    pub pressure: bool,
     /// The interval has passed.
     pub tick: bool,
     /// A signal that ends the run arrived, such as SIGINT, or the reader of stdout closed it.
@@ -51,17 +40,23 @@ pub struct Wake {
     pub exited: bool,
     /// The deadline of [`Poller::wait`] has passed.
     pub deadline: bool,
+    /// Descriptors of [`Poller::watch`] that are ready.
+    pub(super) ready: Vec<RawFd>,
+}
+
+impl Wake {
+    /// Whether this source, which was passed to [`Poller::watch`], is ready. It wakes again until its owner has read
+    /// it.
+    pub fn is_ready(&self, source: &impl AsFd) -> bool {
+        self.ready.contains(&source.as_fd().as_raw_fd())
+    }
 }
 
 /// Waits for everything that a tool reacts to, as [`Wake`] lists it.
 pub struct Poller<'a> {
     ring: Option<BorrowedFd<'a>>,
     mappings: Option<BorrowedFd<'a>>,
-    questions: Option<BorrowedFd<'a>>,
-    table_requests: Option<BorrowedFd<'a>>,
-    clients: Option<BorrowedFd<'a>>,
-    held: Option<BorrowedFd<'a>>,
-    pressure: Option<BorrowedFd<'a>>,
+    others: Vec<(BorrowedFd<'a>, PollFlags)>,
     processes: Vec<BorrowedFd<'a>>,
     signals: SignalFd,
     stopped: Arc<AtomicBool>,
@@ -86,11 +81,7 @@ impl<'a> Poller<'a> {
         Ok(Self {
             ring: None,
             mappings: None,
-            questions: None,
-            table_requests: None,
-            clients: None,
-            held: None,
-            pressure: None,
+            others: Vec::new(),
             processes: Vec::new(),
             signals,
             stopped: Arc::default(),
@@ -120,32 +111,15 @@ impl<'a> Poller<'a> {
         self.mappings = Some(log.as_fd());
     }
 
-    /// Wakes when a thread of ours asks for something by this descriptor.
-    pub fn watch_thread_requests(&mut self, questions: &'a impl AsFd) {
-        self.questions = Some(questions.as_fd());
+    /// Wakes when this source can be read, which [`Wake::is_ready`] then says.
+    pub fn watch(&mut self, source: &'a impl AsFd) {
+        self.others.push((source.as_fd(), PollFlags::POLLIN));
     }
 
-    /// Wakes when a BPF program asks for a larger table, in the ring buffer `table_requests`. The caller has to read
-    /// that ring buffer then.
-    pub fn watch_table_requests(&mut self, requests: &'a impl AsFd) {
-        self.table_requests = Some(requests.as_fd());
-    }
-
-    /// Wakes when a client waits for a report of this [`Server`](crate::serve::server::Server). The caller has to
-    /// give the server a report then.
-    pub fn watch_clients(&mut self, server: &'a impl AsFd) {
-        self.clients = Some(server.as_fd());
-    }
-
-    /// Wakes when a command is held at its exit. `ready` is the descriptor of
-    /// [`AtExit`](crate::heap::capture::at_exit::AtExit) that tells so.
-    pub fn watch_command_exit(&mut self, ready: BorrowedFd<'a>) {
-        self.held = Some(ready);
-    }
-
-    /// Wakes when tasks wait for memory, as this trigger tells.
-    pub fn watch_pressure(&mut self, trigger: &'a Trigger) {
-        self.pressure = Some(trigger.as_fd());
+    /// Wakes when this source has an exceptional condition (POLLPRI), such as a
+    /// [`Trigger`](crate::host::pressure::Trigger) of memory pressure.
+    pub fn watch_exception(&mut self, source: &'a impl AsFd) {
+        self.others.push((source.as_fd(), PollFlags::POLLPRI));
     }
 
     /// Wakes when this process, and all others that this was called with, have exited.
@@ -239,19 +213,13 @@ impl<'a> Poller<'a> {
         let optional = [
             (Source::Ring, self.ring.filter(|_| !resting)),
             (Source::Mappings, self.mappings),
-            (Source::Questions, self.questions),
-            (Source::TableRequests, self.table_requests),
-            (Source::Clients, self.clients),
-            (Source::Held, self.held),
             (Source::Ticks, self.ticks.as_ref().map(AsFd::as_fd)),
         ];
         for (source, fd) in optional {
             sources.extend(fd.map(|fd| (source, fd, PollFlags::POLLIN)));
         }
-        sources.extend(
-            self.pressure
-                .map(|fd| (Source::Pressure, fd, PollFlags::POLLPRI)),
-        );
+        let others = self.others.iter();
+        sources.extend(others.map(|&(fd, flags)| (Source::Other(fd.as_raw_fd()), fd, flags)));
         let processes = self.processes.iter().enumerate();
         sources.extend(processes.map(|(at, &fd)| (Source::Process(at), fd, PollFlags::POLLIN)));
         let mut fds: Vec<PollFd> = sources
@@ -280,11 +248,7 @@ impl<'a> Poller<'a> {
             },
             Source::Stdout => wake.stop = true,
             Source::Mappings => wake.mappings = true,
-            Source::Questions => wake.thread_request = true,
-            Source::TableRequests => wake.table_request = true,
-            Source::Pressure => wake.pressure = true,
-            Source::Clients => wake.client = true,
-            Source::Held => wake.command_exiting = true,
+            Source::Other(fd) => wake.ready.push(fd),
             Source::Ring => {
                 wake.events = true;
                 self.look_again = Instant::now() + PAUSE_BETWEEN_LOOKS;
@@ -317,17 +281,15 @@ enum Source {
     Stdout,
     Ring,
     Mappings,
-    Questions,
-    TableRequests,
-    Clients,
-    Held,
-    Pressure,
+    Other(RawFd),
     Process(usize),
     Ticks,
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+
     use super::*;
 
     #[test]
@@ -370,5 +332,29 @@ mod tests {
             );
         }
         child.wait().expect("it has exited");
+    }
+
+    #[test]
+    fn a_watched_source_is_ready_until_it_is_read() {
+        let (mut quiet, mut other) = io::pipe().expect("a pipe");
+        let (mut reader, mut writer) = io::pipe().expect("a pipe");
+        let mut poller = Poller::new().expect("a poller");
+        // The poller borrows them for as long as it exists, so copies are read and written.
+        let (watched, unread) = (
+            reader.try_clone().expect("a copy"),
+            quiet.try_clone().expect("a copy"),
+        );
+        poller.watch(&unread);
+        poller.watch(&watched);
+        writer.write_all(b"x").expect("a byte");
+        for _ in 0..2 {
+            let wake = poller.wait(None).expect("a wake");
+            assert!(wake.is_ready(&watched) && !wake.is_ready(&unread));
+        }
+        reader.read_exact(&mut [0]).expect("a byte");
+        other.write_all(b"x").expect("a byte");
+        let wake = poller.wait(None).expect("a wake");
+        assert!(wake.is_ready(&unread) && !wake.is_ready(&watched));
+        quiet.read_exact(&mut [0]).expect("a byte");
     }
 }

@@ -69,10 +69,11 @@ impl Reports {
     /// If the kernel does not let us wait.
     pub fn wait(&mut self, poller: &mut Poller<'_>) -> Result<(Wake, Due)> {
         let wake = poller.wait(self.deadline)?;
-        Ok((wake, self.due(wake)))
+        let due = self.due(&wake);
+        Ok((wake, due))
     }
 
-    fn due(&mut self, wake: Wake) -> Due {
+    fn due(&mut self, wake: &Wake) -> Due {
         if wake.tick {
             self.left = self.left.map(|left| left.saturating_sub(1));
         }
@@ -104,23 +105,23 @@ mod tests {
             left: Some(2),
             deadline: None,
         };
-        assert_eq!(reports.due(mappings), Due::Nothing);
-        assert_eq!(reports.due(tick), Due::Report);
-        assert_eq!(reports.due(tick), Due::Last);
+        assert_eq!(reports.due(&mappings), Due::Nothing);
+        assert_eq!(reports.due(&tick), Due::Report);
+        assert_eq!(reports.due(&tick), Due::Last);
 
         let mut reports = Reports {
             left: None,
             deadline: None,
         };
         for _ in 0..3 {
-            assert_eq!(reports.due(tick), Due::Report);
+            assert_eq!(reports.due(&tick), Due::Report);
         }
         let asked = Wake {
             report: true,
             ..Wake::default()
         };
         reports.left = Some(1);
-        assert_eq!(reports.due(asked), Due::Report, "no count includes it");
+        assert_eq!(reports.due(&asked), Due::Report, "no count includes it");
         reports.left = None;
         for end in [
             Wake { stop: true, ..tick },
@@ -133,7 +134,7 @@ mod tests {
                 ..Wake::default()
             },
         ] {
-            assert_eq!(reports.due(end), Due::Last);
+            assert_eq!(reports.due(&end), Due::Last);
         }
     }
 }

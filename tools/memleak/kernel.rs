@@ -72,9 +72,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     };
     let mut reporter = Reporter::new(kernel, args, output, exports, difference);
 
-    poller.watch_table_requests(&table_requests);
+    poller.watch(&table_requests);
     if let Some(server) = &server {
-        poller.watch_clients(server);
+        poller.watch(server);
     }
     reporter.run(&mut poller, server.as_ref())?;
 
@@ -115,7 +115,7 @@ fn check_cache(cache: Option<&str>) -> Result<()> {
 
 impl Source for Kernel<'_> {
     fn handle_events(&mut self, wake: &Wake, _: &mut Output) -> Result<Flow> {
-        if wake.table_request {
+        if wake.is_ready(self.table_requests) {
             self.table_requests.drain()?;
             self.renew_stacks()?;
         }

@@ -110,19 +110,18 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     command.as_mut().map_or(Ok(()), HeldCommand::release)?;
 
     poller.watch_events(&rings.events);
-    poller.watch_table_requests(&rings.table_requests);
+    poller.watch(&rings.table_requests);
     poller.watch_mappings(&mappings);
-    poller.watch_thread_requests(&attached.questions);
+    poller.watch(&attached.questions);
     if let Some(server) = &server {
-        poller.watch_clients(server);
+        poller.watch(server);
     }
     for process in target.watched() {
         poller.watch_exit(process);
     }
-    wanted
-        .exit_fd()
-        .into_iter()
-        .for_each(|ready| poller.watch_command_exit(ready));
+    if let Some(exit) = &wanted.at_exit {
+        poller.watch(exit);
+    }
     let leaks = match target.processes.first() {
         Some(one) if args.verdict.verdict.is_some() => {
             let Reporter { source, output, .. } = &mut reporter;
@@ -192,7 +191,7 @@ struct Processes<'a> {
 
 impl Source for Processes<'_> {
     fn handle_events(&mut self, wake: &Wake, output: &mut Output) -> Result<Flow> {
-        if wake.thread_request {
+        if wake.is_ready(&self.attached.questions) {
             self.upkeep.answer()?;
         }
         let new: Vec<event> = self.rings.events.drain()?.collect();
@@ -200,7 +199,7 @@ impl Source for Processes<'_> {
             self.upkeep.schedule_scan_after_exec();
         }
         self.take(new, output)?;
-        if wake.table_request {
+        if wake.is_ready(&self.rings.table_requests) {
             self.rings.table_requests.drain()?;
         }
         self.add_capacity(output)?;

@@ -76,7 +76,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             if wake.report {
                 self.report(false)?;
             }
-            if let Some(server) = server.filter(|_| wake.client) {
+            if let Some(server) = server.filter(|server| wake.is_ready(*server)) {
                 server.answer(|| self.served())?;
             }
             if wake.tick {

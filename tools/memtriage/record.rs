@@ -65,7 +65,7 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
     let trigger = Trigger::some("/proc/pressure/memory", stalled, window);
     let mut poller = poller;
     match &trigger {
-        Ok(trigger) => poller.watch_pressure(trigger),
+        Ok(trigger) => poller.watch_exception(trigger),
         Err(error) => eprintln!("memtriage: {error:#}; looks are taken by the clock alone"),
     }
     // Processes that are started from now on inherit the protection.

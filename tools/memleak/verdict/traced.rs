@@ -1,6 +1,5 @@
 //! Verdict on a process whose allocations have been traced. Blocks whose allocation was traced are shown by stack.
 
-use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -27,7 +26,7 @@ use crate::sums::StackKey;
 pub(crate) struct VerdictInputs {
     suppressions: Suppressions,
     /// Command, if the verdict is due at its exit.
-    at_exit: Option<AtExit>,
+    pub(crate) at_exit: Option<AtExit>,
 }
 
 impl VerdictInputs {
@@ -62,11 +61,6 @@ impl VerdictInputs {
         let command = command.filter(|_| args.verdict.verdict == Some(Moment::Exit));
         self.at_exit = command.map(|held| AtExit::watch(held.pid())).transpose()?;
         Ok(())
-    }
-
-    /// Returns the file descriptor that becomes readable when the command is held at its exit.
-    pub(crate) fn exit_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.at_exit.as_ref().map(AsFd::as_fd)
     }
 }
 
@@ -138,7 +132,7 @@ fn follow<S: Source>(
             }
             continue;
         };
-        if wake.command_exiting
+        if wake.is_ready(at_exit)
             && let Some(image) = at_exit.image()?
         {
             let found = source.snapshot(image.copied_ns, true)?;
