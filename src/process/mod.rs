@@ -15,6 +15,7 @@
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
 //! | [`smaps`] | resident and swapped bytes of each mapping |
+//! | [`traced_code`] | the code that traced processes have mapped, kept up to date |
 //! | [`translator`] | programs that read other programs' code as data |
 //! | [`address_space`] | current and earlier code mappings of processes |
 
@@ -32,4 +33,5 @@ pub mod mapping_log;
 pub mod origin;
 pub mod proc;
 pub mod smaps;
+pub mod traced_code;
 pub mod translator;

@@ -243,12 +243,12 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         mut print: impl FnMut(&mut Self, &mut Output) -> Result<()>,
     ) -> Result<()> {
         let args = report.args;
-        let mappings = self.symbolizer.descriptor()?;
+        let mappings = self.symbolizer.code.descriptor()?;
         let requests: Events<u32> = Events::new(self.requests)?;
         priority::raise();
         poller.watch_mappings(&mappings);
         poller.watch(&requests);
-        self.symbolizer.read_running_processes();
+        self.symbolizer.code.read_running_processes();
         self.processes = output.has_timeline().then(HashMap::new);
         self.exports.begin();
         let deadline = common.deadline();
@@ -274,7 +274,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                     print(&mut self, &mut output)?;
                     self.write_timeline_counts(report, &mut output);
                     self.stacks.forget_read();
-                    self.symbolizer.forget_exited();
+                    self.symbolizer.code.forget_exited();
                 }
                 Due::Last => break,
             }
@@ -352,7 +352,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         self.stacks.keep([])?;
         if by_line && !self.exports.is_enabled() {
             self.stacks.forget_read();
-            self.symbolizer.forget_exited();
+            self.symbolizer.code.forget_exited();
         }
         Ok(())
     }

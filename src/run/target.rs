@@ -13,6 +13,7 @@ use crate::print::text;
 use crate::process::command::{CommandLine, HeldCommand};
 use crate::process::filter::{Filter, FilterArgs, TaskKind};
 use crate::process::proc::Process;
+use crate::process::traced_code::TracedCode;
 use crate::run::poll::Poller;
 use crate::run::privileges;
 use crate::stacks::symbolize::Symbolizer;
@@ -132,23 +133,23 @@ impl Target {
     /// If the kernel's log of mappings cannot be opened, a process has exited, or servers that are to be asked for
     /// debug information cannot be asked.
     pub fn symbolizer(&self, export: &ExportArgs) -> Result<Symbolizer> {
-        export.with_source(self.plain_symbolizer()?)
+        export.with_source(Symbolizer::new(self.code()?))
     }
 
-    fn plain_symbolizer(&self) -> Result<Symbolizer> {
+    fn code(&self) -> Result<TracedCode> {
         if self.processes.is_empty() {
-            return Symbolizer::of_all_processes();
+            return TracedCode::of_all_processes();
         }
-        let mut symbolizer = if self.follows {
-            Symbolizer::of_descendants()?
+        let mut code = if self.follows {
+            TracedCode::of_descendants()?
         } else {
-            Symbolizer::new()?
+            TracedCode::of_chosen()?
         };
         for process in &self.processes {
             // A held command is followed, too: it is still a copy of this process.
-            symbolizer.follow(process)?;
+            code.follow(process)?;
         }
-        Ok(symbolizer)
+        Ok(code)
     }
 
     /// Returns the ids of the processes that the options name; of a command, the id of its process.

@@ -8,16 +8,14 @@
 use std::collections::HashSet;
 use std::hash::{Hash, Hasher};
 use std::mem::discriminant;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::interpreters::raw_frame::RawFrame;
-use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, TrackedProcesses};
-use crate::process::mapping_log::MappingLog;
-use crate::process::proc::Process;
-use crate::process::translator;
+use crate::process::address_space::{CodeFile, Image, MappedCode};
+use crate::process::traced_code::TracedCode;
 use crate::stacks::debuginfod::Debuginfod;
 use crate::stacks::file_names::FileNames;
 use crate::stacks::interpreter_names::InterpreterNames;
@@ -30,8 +28,8 @@ use crate::stacks::table::{Side, Stack};
 
 /// Symbolizer for the frames of stacks.
 pub struct Symbolizer {
-    log: MappingLog,
-    spaces: AddressSpaces,
+    /// The code that the processes have mapped.
+    pub code: TracedCode,
     names: FileNames,
     perf_maps: PerfMaps,
     /// The processes whose perf maps were read since the last refresh.
@@ -39,8 +37,6 @@ pub struct Symbolizer {
     /// Places without a name, in processes that have no perf map.
     unnamed: UnnamedPlaces,
     kernel: KernelNames,
-    /// Binary translators that have started; None until [`Symbolizer::watch_translators`].
-    translators: Option<translator::RunningTranslators>,
     wanted_lines: WantedLines,
     /// Names for the frames of interpreters; None if these frames are not shown.
     interpreters: Option<InterpreterNames>,
@@ -126,44 +122,18 @@ impl KernelNames {
 }
 
 impl Symbolizer {
-    /// Creates a symbolizer for the processes that [`Symbolizer::follow`] adds.
-    ///
-    /// # Errors
-    /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
-    pub fn new() -> Result<Self> {
-        Self::with(AddressSpaces::of(TrackedProcesses::Chosen))
-    }
-
-    /// Creates a symbolizer for the processes that [`Symbolizer::follow`] adds, and for their descendants.
-    ///
-    /// # Errors
-    /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
-    pub fn of_descendants() -> Result<Self> {
-        Self::with(AddressSpaces::of(TrackedProcesses::Descendants))
-    }
-
-    /// Creates a symbolizer for all processes: those that start later, and those that run when
-    /// [`Symbolizer::read_running_processes`] is called.
-    ///
-    /// # Errors
-    /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
-    pub fn of_all_processes() -> Result<Self> {
-        Self::with(AddressSpaces::of(TrackedProcesses::All))
-    }
-
-    fn with(spaces: AddressSpaces) -> Result<Self> {
-        Ok(Self {
-            log: MappingLog::start()?,
-            spaces,
+    /// Creates a symbolizer for the processes whose code this is.
+    pub fn new(code: TracedCode) -> Self {
+        Self {
+            code,
             names: FileNames::default(),
             perf_maps: PerfMaps::default(),
             perf_maps_read: HashSet::new(),
             unnamed: UnnamedPlaces::default(),
             kernel: KernelNames::default(),
-            translators: None,
             wanted_lines: WantedLines::None,
             interpreters: None,
-        })
+        }
     }
 
     /// Enables the source lines that the options ask for, and those of a profile if `profile` says that one is made.
@@ -200,26 +170,6 @@ impl Symbolizer {
         self.wanted_lines == WantedLines::InReports
     }
 
-    /// Records the mappings of a running process, and from now on its new mappings.
-    ///
-    /// # Errors
-    /// If the mappings of the process cannot be read.
-    pub fn follow(&mut self, process: &Process) -> Result<()> {
-        self.follow_new(process.pid());
-        self.spaces.read_mappings(process)
-    }
-
-    /// Records from now on the mappings of a process that is about to call exec.
-    pub fn follow_new(&mut self, pid: u32) {
-        self.spaces.choose(pid);
-    }
-
-    /// Records the mappings of all running processes. This takes some milliseconds, so call it when the probes are
-    /// live.
-    pub fn read_running_processes(&mut self) {
-        self.spaces.look_at_all();
-    }
-
     /// Prepares to symbolize; call it once the probes are live. Takes the names for the frames of interpreters, if
     /// these are walked, and records the mappings of all running processes. Returns the file descriptor that
     /// [`crate::run::poll::Poller::watch_mappings`] waits for.
@@ -228,8 +178,8 @@ impl Symbolizer {
     /// If there are no file descriptors left.
     pub fn begin(&mut self, names: Option<InterpreterNames>) -> Result<OwnedFd> {
         self.name_interpreters(names);
-        self.read_running_processes();
-        self.descriptor()
+        self.code.read_running_processes();
+        self.code.descriptor()
     }
 
     /// Reads the kernel's symbols now instead of at the first lookup.
@@ -239,29 +189,15 @@ impl Symbolizer {
             .get_or_insert_with(Kallsyms::read_or_warn);
     }
 
-    /// Returns the file descriptor that [`crate::run::poll::Poller::watch_mappings`] waits for.
-    ///
-    /// # Errors
-    /// If there are no file descriptors left.
-    pub fn descriptor(&self) -> Result<OwnedFd> {
-        let log = self.log.as_fd().try_clone_to_owned();
-        log.context("failed to watch the log of mappings")
-    }
-
     /// Reads new mappings and newly generated code. Call it when the poller reports mappings, before a report, and as
     /// soon as a process has exited.
     pub fn refresh(&mut self) {
-        for change in self.log.drain() {
-            if let Some(translators) = &mut self.translators {
-                translators.note(&change);
-            }
-            self.spaces.apply(change);
-        }
+        self.code.refresh();
         if let Some(interpreters) = &self.interpreters {
             interpreters.python.refresh();
         }
         self.perf_maps_read.clear();
-        for (pid, image) in self.spaces.chosen_images() {
+        for (pid, image) in self.code.spaces.chosen_images() {
             if image.generates_code() {
                 self.perf_maps.refresh(pid);
                 self.perf_maps_read.insert(pid);
@@ -269,50 +205,9 @@ impl Symbolizer {
         }
     }
 
-    /// Forgets the processes that had exited at the last refresh. Call it when all their stacks are symbolized.
-    pub fn forget_exited(&mut self) {
-        self.spaces.forget_exited();
-    }
-
-    /// Returns the files from which the followed processes execute code, as of the last refresh, each with its process.
-    /// A file is returned as often as it is mapped.
-    pub fn code_files(&self) -> Vec<(u32, Rc<CodeFile>)> {
-        let of = |(pid, image): (u32, &Image)| {
-            let files: Vec<_> = image.files().map(|file| (pid, file)).collect();
-            files
-        };
-        self.spaces.wanted_images().flat_map(of).collect()
-    }
-
-    /// Records the binary translators that start from now on, whoever starts them.
-    pub fn watch_translators(&mut self) {
-        self.translators = Some(translator::RunningTranslators::default());
-    }
-
-    /// Returns the processes of the translators that have started since they are watched, as of the last refresh.
-    pub fn translators(&self) -> impl Iterator<Item = u32> {
-        self.translators
-            .iter()
-            .flat_map(translator::RunningTranslators::pids)
-    }
-
     /// Reports on stderr what was lost or has no symbols, so that frames may lack names. Call it at the end.
     pub fn report_losses(&self, tool: &str) {
-        let mut missed = Vec::new();
-        match self.log.lost() {
-            0 => {}
-            records => missed.push(format!("missed {records} mappings, made too fast")),
-        }
-        match self.spaces.forgotten_processes() {
-            0 => {}
-            processes => missed.push(format!("forgot {processes} processes that had exited")),
-        }
-        match self.spaces.forgotten_mappings() {
-            0 => {}
-            mappings => missed.push(format!(
-                "forgot {mappings} mappings of processes with thousands of them"
-            )),
-        }
+        let mut missed = self.code.losses();
         let python = self.interpreters.as_ref().map(|names| &names.python);
         match python.map_or(0, PythonNames::dropped) {
             0 => {}
@@ -327,7 +222,7 @@ impl Symbolizer {
     }
 
     fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
-        let image = self.spaces.image_with(pid, stack.instructions());
+        let image = self.code.spaces.image_with(pid, stack.instructions());
         let image = image.unwrap_or_default();
         // A frame pointer can be any number: an address outside all code is no frame.
         let is_real = |(at, place): &(usize, &RawFrame)| {
@@ -362,7 +257,7 @@ impl Symbolizer {
     /// each process that runs these files. Returns false if the names depend on more: for generated code, interpreted
     /// Java functions, and addresses in no mapping.
     pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
-        let image = self.spaces.image_with(pid, stack.instructions());
+        let image = self.code.spaces.image_with(pid, stack.instructions());
         let image = image.unwrap_or_default();
         hash_places_in(&image, stack, hasher)
     }
@@ -478,7 +373,7 @@ impl Symbolize for Symbolizer {
     }
 
     fn program(&self, pid: u32) -> Option<MappedCode> {
-        self.spaces.newest_image(pid)?.program().cloned()
+        self.code.spaces.newest_image(pid)?.program().cloned()
     }
 }
 

@@ -97,7 +97,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let (attached, links, unwinder) = probes::attach(&target, args)?;
     symbolizer.name_interpreters(unwinder.names());
     let rings = Rings::new(&attached)?;
-    let mappings = symbolizer.descriptor()?;
+    let mappings = symbolizer.code.descriptor()?;
     let mut command = target.command.take();
     wanted.watch(args, command.as_ref())?;
     let upkeep = Upkeep::new(&attached, &target, args, links)?;

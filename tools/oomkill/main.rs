@@ -21,6 +21,7 @@ use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
 use memtools::export::metrics;
 use memtools::process::filter::TaskKind;
+use memtools::process::traced_code::TracedCode;
 use memtools::run::losses::{self, Losses};
 use memtools::run::target::Target;
 use memtools::run::{cli, protect};
@@ -48,7 +49,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut target = Target::resolve(&args.target, TaskKind::All)?;
     let mut symbolizer = args
         .wants_stacks()
-        .then(|| args.export.with_source(Symbolizer::of_all_processes()?))
+        .then(|| {
+            args.export
+                .with_source(Symbolizer::new(TracedCode::of_all_processes()?))
+        })
         .transpose()?;
     let (how, (skel, links)) = attach::start(&args, target.filter())?;
     let unwinder = args

@@ -1,6 +1,8 @@
 use std::hash::DefaultHasher;
 
 use super::*;
+use crate::process::address_space::{AddressSpaces, TrackedProcesses};
+use crate::process::proc::Process;
 use crate::stacks::table::WalkEnd;
 
 #[test]

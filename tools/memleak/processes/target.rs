@@ -10,6 +10,7 @@ use memtools::process::cgroup;
 use memtools::process::command::{CommandLine, HeldCommand};
 use memtools::process::filter::{Filter, FilterArgs, TaskKind};
 use memtools::process::proc::{self, Process};
+use memtools::process::traced_code::TracedCode;
 use memtools::process::translator;
 use memtools::run::privileges;
 use memtools::run::target::warn_if_interval_is_pid;
@@ -181,25 +182,25 @@ impl Targets {
 
     /// Makes a symbolizer that knows the target. Call it before the probes are live.
     pub(crate) fn symbolizer(&self) -> Result<Symbolizer> {
-        let mut symbolizer = match (&self.shared, self.ends_with_them) {
-            (None, _) => Symbolizer::new()?,
-            (Some(_), true) => Symbolizer::of_descendants()?,
-            (Some(_), false) => Symbolizer::of_all_processes()?,
+        let mut code = match (&self.shared, self.ends_with_them) {
+            (None, _) => TracedCode::of_chosen()?,
+            (Some(_), true) => TracedCode::of_descendants()?,
+            (Some(_), false) => TracedCode::of_all_processes()?,
         };
         // A process may lose its main thread, and then needs probes in every process.
-        symbolizer.watch_translators();
+        code.watch_translators();
         if self.shared.is_some() && !self.ends_with_them {
-            symbolizer.read_running_processes();
-            return Ok(symbolizer);
+            code.read_running_processes();
+            return Ok(Symbolizer::new(code));
         }
         for TracedProcess { process, .. } in &self.processes {
             if self.command.is_some() {
-                symbolizer.follow_new(process.pid());
+                code.follow_new(process.pid());
             } else {
-                symbolizer.follow(process)?;
+                code.follow(process)?;
             }
         }
-        Ok(symbolizer)
+        Ok(Symbolizer::new(code))
     }
 
     /// Returns the processes whose unwind tables are to be built before the probes are live.

@@ -90,13 +90,13 @@ impl<'a> Upkeep<'a> {
     /// Probes files that processes have loaded, and looks for processes that the probes would harm.
     pub(super) fn scan_loaded_files(&mut self, symbolizer: &Symbolizer) {
         self.outlive_main_thread();
-        let files = symbolizer.code_files();
+        let files = symbolizer.code.files();
         self.loaded
             .probe_new_files(files, self.target, self.attached, self.args);
         self.look_at = Instant::now() + loaded::PAUSE;
         self.harm = self
             .loaded
-            .find_translator_conflict(symbolizer.translators());
+            .find_translator_conflict(symbolizer.code.translators());
     }
 
     /// Places the probes once more in every process, if the kernel has ended them with a process's main thread.
@@ -151,7 +151,7 @@ impl<'a> Upkeep<'a> {
 
     /// Prints the allocators of processes that have exited before memleak looked at them.
     pub(super) fn print_missed(&mut self, symbolizer: &Symbolizer) {
-        let files = symbolizer.code_files();
+        let files = symbolizer.code.files();
         self.loaded.print_missed(files, self.target, self.args);
     }
 

@@ -1,0 +1,138 @@
+//! The code that traced processes have mapped, kept up to date from the kernel's log of mappings.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+
+use anyhow::{Context, Result};
+
+use crate::process::address_space::{AddressSpaces, CodeFile, Image, TrackedProcesses};
+use crate::process::mapping_log::MappingLog;
+use crate::process::proc::Process;
+use crate::process::translator::RunningTranslators;
+
+/// Code mappings of traced processes, current and earlier, and the binary translators among the processes.
+pub struct TracedCode {
+    log: MappingLog,
+    pub(crate) spaces: AddressSpaces,
+    /// Binary translators that have started; None until [`TracedCode::watch_translators`].
+    translators: Option<RunningTranslators>,
+}
+
+impl TracedCode {
+    /// Opens the log for the processes that [`TracedCode::follow`] adds.
+    ///
+    /// # Errors
+    /// If the kernel's log of mappings cannot be opened, mostly because a privilege is missing.
+    pub fn of_chosen() -> Result<Self> {
+        Self::of(TrackedProcesses::Chosen)
+    }
+
+    /// Opens the log for the processes that [`TracedCode::follow`] adds, and for their descendants.
+    ///
+    /// # Errors
+    /// If the kernel's log of mappings cannot be opened, mostly because a privilege is missing.
+    pub fn of_descendants() -> Result<Self> {
+        Self::of(TrackedProcesses::Descendants)
+    }
+
+    /// Opens the log for all processes: those that start later, and those that run when
+    /// [`TracedCode::read_running_processes`] is called.
+    ///
+    /// # Errors
+    /// If the kernel's log of mappings cannot be opened, mostly because a privilege is missing.
+    pub fn of_all_processes() -> Result<Self> {
+        Self::of(TrackedProcesses::All)
+    }
+
+    fn of(wanted: TrackedProcesses) -> Result<Self> {
+        Ok(Self {
+            log: MappingLog::start()?,
+            spaces: AddressSpaces::of(wanted),
+            translators: None,
+        })
+    }
+
+    /// Records the mappings of a running process, and from now on its new mappings.
+    ///
+    /// # Errors
+    /// If the mappings of the process cannot be read.
+    pub fn follow(&mut self, process: &Process) -> Result<()> {
+        self.follow_new(process.pid());
+        self.spaces.read_mappings(process)
+    }
+
+    /// Records from now on the mappings of a process that is about to call exec.
+    pub fn follow_new(&mut self, pid: u32) {
+        self.spaces.choose(pid);
+    }
+
+    /// Records the mappings of all running processes. This takes some milliseconds, so call it when the probes are
+    /// live.
+    pub fn read_running_processes(&mut self) {
+        self.spaces.look_at_all();
+    }
+
+    /// Returns the file descriptor that [`Poller::watch_mappings`](crate::run::poll::Poller::watch_mappings) waits for.
+    ///
+    /// # Errors
+    /// If there are no file descriptors left.
+    pub fn descriptor(&self) -> Result<OwnedFd> {
+        let log = self.log.as_fd().try_clone_to_owned();
+        log.context("failed to watch the log of mappings")
+    }
+
+    /// Reads new mappings from the log.
+    pub fn refresh(&mut self) {
+        for change in self.log.drain() {
+            if let Some(translators) = &mut self.translators {
+                translators.note(&change);
+            }
+            self.spaces.apply(change);
+        }
+    }
+
+    /// Forgets the processes that had exited at the last refresh. Call it when all their stacks are symbolized.
+    pub fn forget_exited(&mut self) {
+        self.spaces.forget_exited();
+    }
+
+    /// Returns the files from which the followed processes execute code, as of the last refresh, each with its process.
+    /// A file is returned as often as it is mapped.
+    pub fn files(&self) -> Vec<(u32, Rc<CodeFile>)> {
+        let of = |(pid, image): (u32, &Image)| {
+            let files: Vec<_> = image.files().map(|file| (pid, file)).collect();
+            files
+        };
+        self.spaces.wanted_images().flat_map(of).collect()
+    }
+
+    /// Records the binary translators that start from now on, whoever starts them.
+    pub fn watch_translators(&mut self) {
+        self.translators = Some(RunningTranslators::default());
+    }
+
+    /// Returns the processes of the translators that have started since they are watched, as of the last refresh.
+    pub fn translators(&self) -> impl Iterator<Item = u32> {
+        self.translators.iter().flat_map(RunningTranslators::pids)
+    }
+
+    /// Describes the mappings that were lost, a phrase for each reason.
+    pub(crate) fn losses(&self) -> Vec<String> {
+        let losses = [
+            (self.log.lost(), "missed", "mappings, made too fast"),
+            (
+                self.spaces.forgotten_processes(),
+                "forgot",
+                "processes that had exited",
+            ),
+            (
+                self.spaces.forgotten_mappings(),
+                "forgot",
+                "mappings of processes with thousands of them",
+            ),
+        ];
+        let lost = losses.iter().filter(|(count, ..)| *count > 0);
+        lost.map(|(count, verb, what)| format!("{verb} {count} {what}"))
+            .collect()
+    }
+}
