@@ -66,7 +66,7 @@ pub fn capture_log(verbose: bool) {
 }
 
 /// Prints a message on stderr, if [`capture_log`] was called with `verbose`.
-pub fn log_verbose(what: fmt::Arguments<'_>) {
+pub(crate) fn log_verbose(what: fmt::Arguments<'_>) {
     if is_verbose() {
         eprintln!("{what}");
     }

@@ -78,7 +78,7 @@ impl FillLevel {
     ///
     /// # Errors
     /// If the map has no entry for this table.
-    pub fn reset(&self, used: u64, threshold: u64) -> Result<()> {
+    pub(crate) fn reset(&self, used: u64, threshold: u64) -> Result<()> {
         let set = |offset, value| -> Result<()> {
             self.word(offset)?.store(value, Ordering::Release);
             Ok(())
@@ -95,7 +95,7 @@ impl FillLevel {
 
 /// Returns the number of entries at which programs ask for a larger table: when a quarter of the free entries is
 /// used. The rest has to last until user space reacts, and for a grace period of the kernel, 10 to 30 ms.
-pub fn growth_threshold(used: u64, entries: u32) -> u64 {
+pub(crate) fn growth_threshold(used: u64, entries: u32) -> u64 {
     used + (u64::from(entries).saturating_sub(used) / 4).max(1)
 }
 
@@ -114,7 +114,7 @@ pub struct TableUsage {
 
 impl TableUsage {
     /// Returns the capacity of the next table, in entries; `most` is the maximum.
-    pub fn next_capacity(self, most: u32) -> u32 {
+    pub(crate) fn next_capacity(self, most: u32) -> u32 {
         let entries = u64::from(self.entries);
         let fast = self.age < FAST;
         let wanted = if fast { 4 * entries } else { entries };

@@ -82,19 +82,6 @@ pub fn preflight_tracepoints() -> Result<()> {
     })
 }
 
-/// Whether the kernel has this tracepoint. Call [`preflight_tracepoints`] first.
-pub fn has_tracepoint(category: &str, name: &str) -> bool {
-    ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"]
-        .iter()
-        .any(|tracefs| {
-            Path::new(tracefs)
-                .join("events")
-                .join(category)
-                .join(name)
-                .exists()
-        })
-}
-
 /// Whether the kernel is built with kprobes.
 pub fn has_kprobes() -> bool {
     Path::new("/sys/bus/event_source/devices/kprobe/type").exists()
@@ -103,7 +90,7 @@ pub fn has_kprobes() -> bool {
 /// Whether a task can be preempted in the kernel: the kernel was built for preemption, and was not started with
 /// preempt=none or preempt=voluntary. A kernel built for preemption counts as preemptible if its mode cannot be read
 /// (debugfs is not mounted).
-pub fn can_preempt() -> bool {
+pub(crate) fn can_preempt() -> bool {
     let built = uname().is_ok_and(|name| name.version().to_string_lossy().contains("PREEMPT"));
     let chosen = fs::read_to_string("/sys/kernel/debug/sched/preempt").unwrap_or_default();
     built
@@ -115,7 +102,7 @@ pub fn can_preempt() -> bool {
 /// Whether a program on the tracepoint of a system call can be preempted, and kprobes can replace it. A preempted
 /// program is skipped for all other tasks on its CPU (7.2 and later): of 19,360 calls by eight threads on two CPUs,
 /// 16,251 were seen. Tools then use programs on kprobes of the system calls' functions.
-pub fn preempts_system_call_programs() -> bool {
+pub(crate) fn preempts_system_call_programs() -> bool {
     has_kprobes() && btf_has_name("trace_call_bpf_faultable")
 }
 

@@ -75,7 +75,7 @@ impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
     }
 
     /// Returns the capacity, in keys, of the map that the next call of [`Counts::take`] puts into use.
-    pub fn next_entries(&self) -> u32 {
+    pub(crate) fn next_entries(&self) -> u32 {
         self.maps[1].map().max_entries()
     }
 
@@ -84,7 +84,7 @@ impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
     ///
     /// # Errors
     /// If there is no memory for a larger map.
-    pub fn enlarge(&mut self, entries: u32) -> Result<()> {
+    pub(crate) fn enlarge(&mut self, entries: u32) -> Result<()> {
         let [_, empty] = &mut self.maps;
         if empty.map().max_entries() < entries {
             let sizes = (size_of::<K>(), size_of::<V>());

@@ -95,29 +95,11 @@ pub fn set_capacity(map: &mut OpenMapMut<'_>, entries: u32) -> Result<()> {
         .with_context(|| format!("failed to size the map {}", map.name().to_string_lossy()))
 }
 
-/// Creates a map of an opened skeleton now, rather than at load.
-///
-/// # Errors
-/// If the kernel does not make the map, for want of memory or privilege.
-pub fn create_before_load(map: &mut OpenMapMut<'_>) -> Result<MapHandle> {
-    let name = map.name().to_string_lossy();
-    let sizes = (map.key_size() as usize, map.value_size() as usize);
-    let made = create(
-        map.map_type(),
-        &name,
-        sizes,
-        map.max_entries(),
-        map.map_flags(),
-    )?;
-    reuse(map, &made)?;
-    Ok(made)
-}
-
 /// Makes a skeleton use this map instead of the one that it would create at load.
 ///
 /// # Errors
 /// If the skeleton has been loaded, or the map is of another kind.
-pub fn reuse(map: &mut OpenMapMut<'_>, made: &impl AsFd) -> Result<()> {
+pub(crate) fn reuse(map: &mut OpenMapMut<'_>, made: &impl AsFd) -> Result<()> {
     map.reuse_fd(made.as_fd())
         .context("failed to replace a map before load")
 }
@@ -126,7 +108,7 @@ pub fn reuse(map: &mut OpenMapMut<'_>, made: &impl AsFd) -> Result<()> {
 ///
 /// # Errors
 /// If the kernel does not make the map, for want of memory or privilege.
-pub fn create_array_of(like: &MapHandle, name: &str, entries: u32) -> Result<MapHandle> {
+pub(crate) fn create_array_of(like: &MapHandle, name: &str, entries: u32) -> Result<MapHandle> {
     let options = bpf_map_create_opts {
         inner_map_fd: like.as_fd().as_raw_fd().cast_unsigned(),
         ..Default::default()

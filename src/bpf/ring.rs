@@ -6,7 +6,7 @@ use std::collections::vec_deque::IntoIter;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::rc::Rc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use libbpf_rs::{MapCore, RingBuffer, RingBufferBuilder};
 use plain::Plain;
 
@@ -21,7 +21,7 @@ const MAX_QUEUED: usize = 1 << 17;
 pub struct Events<'map, T> {
     ring: RingBuffer<'map>,
     queue: Rc<RefCell<VecDeque<T>>>,
-    malformed: Rc<Cell<u64>>,
+    malformed: Rc<Cell<bool>>,
 }
 
 impl<'map, T: Plain + Copy + 'map> Events<'map, T> {
@@ -45,14 +45,14 @@ impl<'map, T: 'map> Events<'map, T> {
         decode: impl Fn(&[u8]) -> Option<T> + 'map,
     ) -> Result<Self> {
         let queue = Rc::new(RefCell::new(VecDeque::new()));
-        let malformed = Rc::new(Cell::new(0));
+        let malformed = Rc::new(Cell::new(false));
         let (sink, bad) = (Rc::clone(&queue), Rc::clone(&malformed));
         let mut builder = RingBufferBuilder::new();
         builder
             .add(map, move |record| {
                 match decode(record) {
                     Some(event) => sink.borrow_mut().push_back(event),
-                    None => bad.set(bad.get() + 1),
+                    None => bad.set(true),
                 }
                 0
             })
@@ -68,7 +68,8 @@ impl<'map, T: 'map> Events<'map, T> {
     /// Reads everything that is in the ring buffer now, and returns all events that have not been passed on.
     ///
     /// # Errors
-    /// If the kernel does not let us read the buffer.
+    /// If the kernel does not let us read the buffer, or a record cannot be decoded, which only a mismatch between BPF
+    /// program and binary causes.
     pub fn drain(&self) -> Result<IntoIter<T>> {
         self.read()?;
         Ok(self.queue.take().into_iter())
@@ -76,9 +77,13 @@ impl<'map, T: 'map> Events<'map, T> {
 
     /// Moves everything from the ring buffer into the queue.
     fn read(&self) -> Result<()> {
-        self.ring
-            .consume()
-            .context("failed to read the ring buffer")
+        let read = self.ring.consume();
+        read.context("failed to read the ring buffer")?;
+        ensure!(
+            !self.malformed.get(),
+            "a record of the ring buffer has another layout than expected"
+        );
+        Ok(())
     }
 
     /// Reads the ring buffer, unless [`MAX_QUEUED`] events wait. Returns the first events of the queue,
@@ -98,12 +103,6 @@ impl<'map, T: 'map> Events<'map, T> {
     /// Whether no event waits in the queue.
     pub(crate) fn is_idle(&self) -> bool {
         self.queue.borrow().is_empty()
-    }
-
-    /// Returns the number of records that could not be decoded, such as records too short for the event type. Only a
-    /// mismatch between BPF program and binary causes them.
-    pub fn malformed(&self) -> u64 {
-        self.malformed.get()
     }
 }
 

@@ -57,7 +57,7 @@ pub fn functions_of(file: &File) -> Result<Vec<Range<u64>>> {
 ///
 /// # Errors
 /// If the file is no ELF file, its `.eh_frame` is malformed, or its code is beyond 4 GiB.
-pub fn has_function_at(file: &File, address: u64) -> Result<bool> {
+pub(crate) fn has_function_at(file: &File, address: u64) -> Result<bool> {
     let functions = functions_of(file)?;
     Ok(functions.iter().any(|function| function.start == address))
 }

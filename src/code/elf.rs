@@ -187,7 +187,7 @@ impl CodeSegment {
     }
 
     /// Returns the offset in the file of the byte at an address of the segment.
-    pub fn file_offset_of(&self, address: u64) -> u64 {
+    pub(crate) fn file_offset_of(&self, address: u64) -> u64 {
         self.file_offset + (address - self.address)
     }
 
@@ -226,7 +226,7 @@ impl CodeSegment {
 ///
 /// # Errors
 /// If it is no 64-bit ELF file, or one that is over the limits.
-pub fn code_segments(file: &File) -> Result<Vec<CodeSegment>> {
+pub(crate) fn code_segments(file: &File) -> Result<Vec<CodeSegment>> {
     Elf::read(file)?.require_64_bit()?.code()
 }
 
@@ -274,7 +274,7 @@ pub struct InterpreterHints {
 
 /// Returns which interpreters a file may hold, by names that the file exports or needs. HotSpot exports such a name
 /// for debuggers.
-pub fn may_hold(file: &File) -> InterpreterHints {
+pub(crate) fn may_hold(file: &File) -> InterpreterHints {
     const NAMES: &str = ".dynstr";
     let contents = |elf: &Elf<'_>| elf.contents(elf.section(NAMES)?, MAX_DYNAMIC_NAMES).ok();
     let names = Elf::read(file).ok().and_then(|elf| contents(&elf));

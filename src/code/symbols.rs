@@ -53,7 +53,7 @@ impl Symbols {
     ///
     /// # Errors
     /// If one of them is no ELF file, or is over the limits.
-    pub fn of_split_file(file: &File, debug: &dyn Source) -> Result<Self> {
+    pub(crate) fn of_split_file(file: &File, debug: &dyn Source) -> Result<Self> {
         Self::copy(&Elf::read(file)?, Some(&Elf::read(debug)?))
     }
 

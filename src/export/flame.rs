@@ -45,7 +45,11 @@ pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
 ///
 /// # Errors
 /// If the profiles cannot be compared, or `out` cannot be written to.
-pub fn write_difference(base: &SavedProfile, profile: &Profile, out: &mut dyn Write) -> Result<()> {
+pub(crate) fn write_difference(
+    base: &SavedProfile,
+    profile: &Profile,
+    out: &mut dyn Write,
+) -> Result<()> {
     Graph::of_difference(base, profile)?.draw(out)
 }
 

@@ -267,7 +267,7 @@ impl Metrics {
     }
 
     /// Sets the number of losses of this kind.
-    pub fn set_lost(&mut self, what: &str, lost: u64) {
+    pub(crate) fn set_lost(&mut self, what: &str, lost: u64) {
         self.set(&LOST, &[what, self.tool], lost);
     }
 
@@ -278,7 +278,7 @@ impl Metrics {
 
     /// Writes the file, unless it was written within the last half second. After a failure the trace goes on. The
     /// reason is printed at once and returned by [`Metrics::finish`].
-    pub fn write_if_due(&mut self) {
+    pub(crate) fn write_if_due(&mut self) {
         if self
             .written
             .is_none_or(|written| written.elapsed() >= PAUSE)

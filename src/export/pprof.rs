@@ -55,7 +55,7 @@ impl Encoded {
     ///
     /// # Errors
     /// If `out` cannot be written to.
-    pub fn write_text(&self, out: &mut dyn Write) -> Result<bool> {
+    pub(crate) fn write_text(&self, out: &mut dyn Write) -> Result<bool> {
         pprof_text::write(&self.0, out).context("failed to write")
     }
 

@@ -76,7 +76,7 @@ impl Profile {
     }
 
     /// Describes the numbers and the target, such as `outstanding allocations of pid 1234 (demo)`.
-    pub fn contents(&self) -> String {
+    pub(crate) fn contents(&self) -> String {
         format!("{} of {}", self.subject, self.target)
     }
 

@@ -20,7 +20,7 @@ pub fn remedy(capability: Capability) -> String {
 }
 
 /// Returns the remedy, as the end of a message, if the kernel refuses perf events although CAP_PERFMON is in effect.
-pub fn remedy_for_perf_events() -> String {
+pub(crate) fn remedy_for_perf_events() -> String {
     let remedy = remedy(Capability::CAP_SYS_ADMIN);
     if remedy.is_empty() || !perf_events_want_sys_admin() {
         return String::new();

@@ -62,7 +62,7 @@ impl Cpus {
     /// Returns the CPUs that have come online since the last call, including CPUs that had been online earlier. Does
     /// not wait. If the kernel has dropped events, the function reads the list of CPUs again, and prints a message on
     /// stderr, as that list does not show which CPUs have been offline.
-    pub fn newly_online(&mut self) -> Vec<usize> {
+    pub(crate) fn newly_online(&mut self) -> Vec<usize> {
         let Ok(events) = &self.events else {
             return Vec::new();
         };

@@ -18,12 +18,12 @@ pub struct Mount {
 impl Mount {
     /// Returns whether the file system is mounted with this option. For cgroups of version 1, a controller is an
     /// option.
-    pub fn has_option(&self, option: &str) -> bool {
+    pub(crate) fn has_option(&self, option: &str) -> bool {
         self.options.split(',').any(|one| one == option)
     }
 
     /// Returns whether the file system is a hierarchy of cgroups, of version 1 or 2.
-    pub fn is_of_cgroups(&self) -> bool {
+    pub(crate) fn is_of_cgroups(&self) -> bool {
         ["cgroup", "cgroup2"].contains(&&*self.kind)
     }
 }
@@ -73,7 +73,7 @@ impl Mounts {
 
     /// Returns the mount point of cgroups of version 1 with the memory controller, the first of several. A mount with
     /// this controller is possible only if the controller is not bound to version 2.
-    pub fn cgroup1_memory(&self) -> Option<&Path> {
+    pub(crate) fn cgroup1_memory(&self) -> Option<&Path> {
         let mut mounts = self.iter();
         mounts
             .find(|mount| mount.kind == "cgroup" && mount.has_option("memory"))
@@ -82,7 +82,7 @@ impl Mounts {
 
     /// Returns the mount point of the cgroups with memory limits: of version 1 if it has the memory controller,
     /// otherwise of version 2. The controller is bound to only one hierarchy.
-    pub fn memory_limits(&self) -> Option<&Path> {
+    pub(crate) fn memory_limits(&self) -> Option<&Path> {
         self.cgroup1_memory().or(self.cgroup2())
     }
 }

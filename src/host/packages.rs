@@ -13,7 +13,7 @@ const LISTS: &str = "/var/lib/dpkg/info";
 const MAX_LIST: u64 = 16 << 20;
 
 /// Returns for each file the name of its package, without architecture, escaped. None if no package has the file.
-pub fn of_files(paths: &[&Path]) -> Vec<Option<String>> {
+pub(crate) fn of_files(paths: &[&Path]) -> Vec<Option<String>> {
     in_lists(Path::new(LISTS), paths)
 }
 

@@ -52,7 +52,7 @@ impl Default for Clock {
 }
 
 /// Returns the machine's time zone, or the one that the variable `TZ` names, as of the first call.
-pub fn time_zone() -> TimeZone {
+pub(crate) fn time_zone() -> TimeZone {
     static ZONE: OnceLock<TimeZone> = OnceLock::new();
     // To find the zone's name, the library lists all zones, which takes a twentieth of memleak's start.
     let nameless = || {

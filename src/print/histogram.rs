@@ -66,7 +66,7 @@ impl Histogram {
     }
 
     /// Returns the number of values seen that are below 2 to the power of `bits`.
-    pub fn count_below(&self, bits: usize) -> u64 {
+    pub(crate) fn count_below(&self, bits: usize) -> u64 {
         self.slots[..=bits].iter().sum()
     }
 

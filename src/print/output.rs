@@ -107,7 +107,7 @@ impl Output {
 
     /// Returns the output with a timeline, which also gets the rows.
     #[must_use]
-    pub fn with_timeline(self, timeline: impl Timeline + 'static) -> Self {
+    pub(crate) fn with_timeline(self, timeline: impl Timeline + 'static) -> Self {
         Self {
             timeline: Some(Box::new(timeline)),
             ..self
@@ -115,12 +115,12 @@ impl Output {
     }
 
     /// Whether there is a timeline.
-    pub fn has_timeline(&self) -> bool {
+    pub(crate) fn has_timeline(&self) -> bool {
         self.timeline.is_some()
     }
 
     /// Whether the output is stdout, whose reader can leave.
-    pub fn is_stdout(&self) -> bool {
+    pub(crate) fn is_stdout(&self) -> bool {
         matches!(self.out.get_ref(), Sink::Stdout(_))
     }
 

@@ -106,12 +106,12 @@ impl CodeFile {
     }
 
     /// Returns the process that mapped the file last.
-    pub fn last_pid(&self) -> u32 {
+    pub(crate) fn last_pid(&self) -> u32 {
         self.seen.get().0
     }
 
     /// Returns whether the code was generated at run time: the mapping has no file, or a memfd.
-    pub fn is_generated(&self) -> bool {
+    pub(crate) fn is_generated(&self) -> bool {
         let path = self.mapping.path.as_os_str().as_bytes();
         (self.mapping.inode == 0 && !path.starts_with(b"[")) || path.starts_with(b"/memfd:")
     }
@@ -220,7 +220,7 @@ impl Image {
     }
 
     /// Returns whether the image contains generated code.
-    pub fn generates_code(&self) -> bool {
+    pub(crate) fn generates_code(&self) -> bool {
         self.code.iter().any(|code| code.file.is_generated())
     }
 }
@@ -279,7 +279,7 @@ impl AddressSpaces {
     ///
     /// # Errors
     /// If the mappings of the process cannot be read.
-    pub fn read_mappings(&mut self, process: &Process) -> Result<()> {
+    pub(crate) fn read_mappings(&mut self, process: &Process) -> Result<()> {
         let pid = process.pid();
         let mappings = process.mappings()?;
         self.begin_image(pid, Rc::default());
@@ -290,7 +290,7 @@ impl AddressSpaces {
     }
 
     /// Reads and remembers the code mappings of all running processes that are not known yet.
-    pub fn look_at_all(&mut self) {
+    pub(crate) fn look_at_all(&mut self) {
         let own_pid = std::process::id();
         for pid in proc::all().unwrap_or_default() {
             if pid != own_pid
@@ -412,7 +412,7 @@ impl AddressSpaces {
     }
 
     /// Forgets the images of all exited processes. To be called when all stacks of these processes are symbolized.
-    pub fn forget_exited(&mut self) {
+    pub(crate) fn forget_exited(&mut self) {
         while self.forget_oldest() {}
     }
 
@@ -431,7 +431,7 @@ impl AddressSpaces {
 
     /// Returns the image of a process that contains most of these addresses, and the newest of several. If all
     /// processes are wanted and this process is not known yet, its mappings are read now.
-    pub fn image_with(
+    pub(crate) fn image_with(
         &mut self,
         pid: u32,
         addresses: impl Iterator<Item = u64> + Clone,
@@ -450,31 +450,31 @@ impl AddressSpaces {
     }
 
     /// Returns the newest image of a process.
-    pub fn newest_image(&self, pid: u32) -> Option<&Image> {
+    pub(crate) fn newest_image(&self, pid: u32) -> Option<&Image> {
         self.images.get(&pid)?.last()
     }
 
     /// Returns the newest image of each chosen process.
-    pub fn chosen_images(&self) -> impl Iterator<Item = (u32, &Image)> {
+    pub(crate) fn chosen_images(&self) -> impl Iterator<Item = (u32, &Image)> {
         let chosen = self.chosen.iter();
         chosen.filter_map(|pid| Some((*pid, self.images.get(pid)?.last()?)))
     }
 
     /// Returns the newest image of each wanted process: of all processes, or of the chosen ones.
-    pub fn wanted_images(&self) -> impl Iterator<Item = (u32, &Image)> {
+    pub(crate) fn wanted_images(&self) -> impl Iterator<Item = (u32, &Image)> {
         let wanted = |pid| self.wanted == TrackedProcesses::All || self.chosen.contains(pid);
         let images = self.images.iter().filter(move |(pid, _)| wanted(pid));
         images.filter_map(|(&pid, images)| Some((pid, images.last()?)))
     }
 
     /// Returns how many exited processes were forgotten because there were too many.
-    pub fn forgotten_processes(&self) -> u64 {
+    pub(crate) fn forgotten_processes(&self) -> u64 {
         self.forgotten_processes
     }
 
     /// Returns how many code mappings were forgotten because their process has too many. Some of them may have been
     /// unmapped before.
-    pub fn forgotten_mappings(&self) -> u64 {
+    pub(crate) fn forgotten_mappings(&self) -> u64 {
         self.forgotten_mappings
     }
 }

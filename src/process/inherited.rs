@@ -24,7 +24,7 @@ static INHERITED: OnceLock<Inherited> = OnceLock::new();
 /// Saves the inherited settings and then changes them. From then on the kernel keeps the exit status of children,
 /// which it discards if SIGCHLD is ignored. This process may then open as many files as the hard limit allows: each
 /// library of a traced process and each probe needs one. To be called before there is a child or a thread.
-pub fn save_and_override() {
+pub(crate) fn save_and_override() {
     let inherited = INHERITED.get_or_init(|| Inherited {
         mask: SigSet::thread_get_mask().unwrap_or_else(|_| SigSet::empty()),
         ignores_children: is_ignored(Signal::SIGCHLD),
@@ -56,7 +56,7 @@ pub(crate) fn restore() -> Result<(), Errno> {
 
 /// Returns the signals that end a run after a last report. SIGHUP and SIGQUIT (Ctrl-\) are included only if the
 /// caller does not ignore them, as nohup(1) does.
-pub fn stop_signals() -> SigSet {
+pub(crate) fn stop_signals() -> SigSet {
     let mut stopping = SigSet::empty();
     stopping.add(Signal::SIGINT);
     stopping.add(Signal::SIGTERM);

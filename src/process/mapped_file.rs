@@ -90,7 +90,7 @@ impl MappedFile {
 ///
 /// # Errors
 /// If it cannot be opened for reading, or is no regular file.
-pub fn open_regular(path: &Path) -> io::Result<File> {
+pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
     let found = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_PATH)
@@ -119,7 +119,7 @@ fn read_regular(found: &OwnedFd) -> io::Result<File> {
 ///
 /// # Errors
 /// The error of openat2(2), and `InvalidInput` if the path names no regular file.
-pub fn open_within(root: impl AsFd, path: &Path) -> io::Result<File> {
+pub(crate) fn open_within(root: impl AsFd, path: &Path) -> io::Result<File> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_SYMLINKS);
@@ -131,7 +131,7 @@ pub fn open_within(root: impl AsFd, path: &Path) -> io::Result<File> {
 ///
 /// # Errors
 /// If it cannot be opened for reading, is a link, or is no regular file.
-pub fn open_own(root: impl AsFd, path: &Path) -> io::Result<File> {
+pub(crate) fn open_own(root: impl AsFd, path: &Path) -> io::Result<File> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
@@ -142,7 +142,7 @@ pub fn open_own(root: impl AsFd, path: &Path) -> io::Result<File> {
 ///
 /// # Errors
 /// The error of openat2(2), and `InvalidInput` if the path names no regular file.
-pub fn open_installed(root: impl AsFd, path: &Path) -> io::Result<File> {
+pub(crate) fn open_installed(root: impl AsFd, path: &Path) -> io::Result<File> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);

@@ -211,7 +211,7 @@ impl Process {
     ///
     /// # Errors
     /// If the process has exited or is a kernel thread: the message names it.
-    pub fn check_user_process(&self) -> Result<()> {
+    pub(crate) fn check_user_process(&self) -> Result<()> {
         self.expect_running()?;
         if self.is_kernel_thread()? {
             bail!(

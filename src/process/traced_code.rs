@@ -92,7 +92,7 @@ impl TracedCode {
     }
 
     /// Forgets the processes that had exited at the last refresh. Call it when all their stacks are symbolized.
-    pub fn forget_exited(&mut self) {
+    pub(crate) fn forget_exited(&mut self) {
         self.spaces.forget_exited();
     }
 

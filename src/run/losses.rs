@@ -132,7 +132,12 @@ impl Losses {
     ///
     /// # Errors
     /// If the map `losses` cannot be read, or the output cannot be written to.
-    pub fn report_self(self, tool: &str, object: &Object, output: &mut Output) -> Result<()> {
+    pub(crate) fn report_self(
+        self,
+        tool: &str,
+        object: &Object,
+        output: &mut Output,
+    ) -> Result<()> {
         report_own_events(tool, object, output)?;
         if self.any() {
             output.row(&LostRow { lost: self })?;

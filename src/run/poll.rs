@@ -97,7 +97,7 @@ impl<'a> Poller<'a> {
     }
 
     /// Wakes with [`Wake::stop`] when the reader of stdout closes it.
-    pub fn watch_stdout(&mut self) {
+    pub(crate) fn watch_stdout(&mut self) {
         self.stdout = Some(io::stdout());
     }
 

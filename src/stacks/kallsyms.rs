@@ -30,7 +30,7 @@ struct Function {
 impl Kallsyms {
     /// Reads the running kernel's function names. Reports on stderr if they cannot be read or are hidden; then none are
     /// found.
-    pub fn read_or_warn() -> Self {
+    pub(crate) fn read_or_warn() -> Self {
         let symbols = Self::read().unwrap_or_else(|error| {
             eprintln!("no names for kernel frames: failed to read /proc/kallsyms: {error}");
             Self::default()

@@ -70,7 +70,7 @@ impl Source {
     }
 
     /// Returns the place in the frame's own function, if reports show it.
-    pub fn in_report(&self) -> ShownLine<'_> {
+    pub(crate) fn in_report(&self) -> ShownLine<'_> {
         ShownLine(self.lines.last().filter(|_| self.shown))
     }
 }
@@ -117,7 +117,7 @@ impl Frame {
 
     /// Creates a frame of Python from its word, the function's name, and the file and line of the place. Name and file
     /// are escaped already.
-    pub fn of_python(word: u64, name: &str, place: Option<(&str, Option<u32>)>) -> Self {
+    pub(crate) fn of_python(word: u64, name: &str, place: Option<(&str, Option<u32>)>) -> Self {
         let line = SourceLine {
             function: Some(name.to_owned()),
             file: place.map(|(file, _)| file.to_owned()),
@@ -138,7 +138,7 @@ impl Frame {
 
     /// Creates a frame of an interpreted Java function from the address of its `Method`. `line` is the function's name
     /// and its place in the source, both escaped already, if they are known.
-    pub fn of_java(method: u64, line: Option<SourceLine>) -> Self {
+    pub(crate) fn of_java(method: u64, line: Option<SourceLine>) -> Self {
         const UNKNOWN: &str = "[interpreted]";
         let name = line.as_ref().and_then(|line| line.function.clone());
         Self {
@@ -160,7 +160,7 @@ impl Frame {
     }
 
     /// Returns the inlined calls that a report shows, each as a line, such as `grow (demo.h:12) [inlined]`.
-    pub fn inlined_rows(&self) -> impl Iterator<Item = String> {
+    pub(crate) fn inlined_rows(&self) -> impl Iterator<Item = String> {
         let inlined = self.source.inlined().iter();
         inlined.filter(|_| self.source.shown).map(|call| {
             let name = call.function.as_deref().unwrap_or("[unknown]");
@@ -170,7 +170,7 @@ impl Frame {
 
     /// Returns the place in the source as reports show it: ` (demo.c:41)`. For Python also without a line:
     /// ` (demo.py)`.
-    pub fn source_location(&self) -> String {
+    pub(crate) fn source_location(&self) -> String {
         match self.source.lines.last() {
             Some(SourceLine {
                 file: Some(file),
@@ -182,12 +182,12 @@ impl Frame {
     }
 
     /// Whether the frame is in kernel code.
-    pub fn is_kernel(&self) -> bool {
+    pub(crate) fn is_kernel(&self) -> bool {
         self.kind == FrameKind::Kernel
     }
 
     /// Returns the name of the module that the code is in.
-    pub fn module_name(&self) -> Option<&str> {
+    pub(crate) fn module_name(&self) -> Option<&str> {
         self.module.as_ref().map(|(name, _)| &**name)
     }
 
@@ -197,7 +197,7 @@ impl Frame {
     }
 
     /// Returns the language of an interpreted function, or None for machine code.
-    pub fn language(&self) -> Option<&'static str> {
+    pub(crate) fn language(&self) -> Option<&'static str> {
         match self.kind {
             FrameKind::Native | FrameKind::Kernel => None,
             FrameKind::Python => Some("python"),
@@ -206,13 +206,13 @@ impl Frame {
     }
 
     /// Whether the frame is of an interpreted function instead of machine code.
-    pub fn is_interpreted(&self) -> bool {
+    pub(crate) fn is_interpreted(&self) -> bool {
         self.language().is_some()
     }
 
     /// Returns the function, for Python with its place in the source, or else the module in brackets. A function of
     /// Java has the same name whether it is compiled or interpreted.
-    pub fn function_or_module(&self) -> Cow<'_, str> {
+    pub(crate) fn function_or_module(&self) -> Cow<'_, str> {
         match (&self.symbol, &self.module) {
             (Some((name, _)), _) if self.is_python() => {
                 format!("{name}{}", self.source_location()).into()
@@ -407,7 +407,7 @@ impl NamedStack {
 
 impl Part {
     /// Whether the stack could not be stored.
-    pub fn is_lost(&self) -> bool {
+    pub(crate) fn is_lost(&self) -> bool {
         self.frames.is_empty()
     }
 

@@ -161,12 +161,12 @@ impl Symbolizer {
     }
 
     /// Returns the symbolizer to use for a report.
-    pub fn for_reports(&mut self) -> ForReports<'_> {
+    pub(crate) fn for_reports(&mut self) -> ForReports<'_> {
         ForReports(self)
     }
 
     /// Whether reports show source lines.
-    pub fn shows_lines(&self) -> bool {
+    pub(crate) fn shows_lines(&self) -> bool {
         self.wanted_lines == WantedLines::InReports
     }
 
@@ -256,7 +256,12 @@ impl Symbolizer {
     /// interrupted there, the word of each Python frame, and the reason for the stack's end. The hash is the same in
     /// each process that runs these files. Returns false if the names depend on more: for generated code, interpreted
     /// Java functions, and addresses in no mapping.
-    pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
+    pub(crate) fn hash_places(
+        &mut self,
+        pid: u32,
+        stack: &Stack,
+        hasher: &mut impl Hasher,
+    ) -> bool {
         let image = self.code.spaces.image_with(pid, stack.instructions());
         let image = image.unwrap_or_default();
         hash_places_in(&image, stack, hasher)

@@ -4,20 +4,20 @@ use gimli::{Register, X86_64};
 use object::elf;
 
 /// The number of x86-64 in the header of an ELF file.
-pub const MACHINE: u16 = elf::EM_X86_64.0;
+pub(crate) const MACHINE: u16 = elf::EM_X86_64.0;
 
 /// The stack pointer, rsp.
-pub const STACK_POINTER: Register = X86_64::RSP;
+pub(crate) const STACK_POINTER: Register = X86_64::RSP;
 
 /// The frame pointer, rbp.
-pub const FRAME_POINTER: Register = X86_64::RBP;
+pub(crate) const FRAME_POINTER: Register = X86_64::RBP;
 
 /// Registers that take the place of the stack pointer in the CFA's rule while a function changes the stack pointer:
 /// by the numbers of the BPF side (`user_register_at()` in `bpf/include/x86_64/arch_registers.bpf.h`).
-pub const STAND_INS: [Register; 3] = [X86_64::RBX, X86_64::R10, X86_64::R11];
+pub(crate) const STAND_INS: [Register; 3] = [X86_64::RBX, X86_64::R10, X86_64::R11];
 
 /// The return address, which unwind information treats as a register.
-pub const RETURN_ADDRESS: Register = X86_64::RA;
+pub(crate) const RETURN_ADDRESS: Register = X86_64::RA;
 
 /// Place of the return address, in bytes from the canonical frame address. A call has pushed it.
-pub const RETURN_ADDRESS_AT: i64 = -8;
+pub(crate) const RETURN_ADDRESS_AT: i64 = -8;

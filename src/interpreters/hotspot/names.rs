@@ -113,7 +113,7 @@ impl JavaNames {
     }
 
     /// Returns the processes whose virtual machines were found, if perf maps are to be requested from them.
-    pub fn to_be_asked(&self) -> Vec<u32> {
+    pub(crate) fn to_be_asked(&self) -> Vec<u32> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let pids = known.machines.keys().filter(|_| known.ask);
         pids.copied().collect()
@@ -121,7 +121,7 @@ impl JavaNames {
 
     /// Requests a perf map from the virtual machine of a process, if that is wanted, was not just done, and does no
     /// harm. If the request fails, prints the reason once. Returns whether a perf map was written now.
-    pub fn request_perf_map(&self, pid: u32) -> bool {
+    pub(crate) fn request_perf_map(&self, pid: u32) -> bool {
         let machine = {
             let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             let machine = known.machines.get(&pid).filter(|_| known.ask);
@@ -169,7 +169,7 @@ impl JavaNames {
     }
 
     /// Returns the function or stub of generated code that contains an instruction, and the offset from its start.
-    pub fn of_code(&self, pid: u32, instruction: u64) -> Option<(String, u64)> {
+    pub(crate) fn of_code(&self, pid: u32, instruction: u64) -> Option<(String, u64)> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let known = &mut *known;
         let function = known.names.find(pid, instruction, || {

@@ -34,7 +34,7 @@ impl Code {
     /// Returns whether this is the code object `_Py_InitCleanup`. CPython 3.12 and later run it in a frame between
     /// the call of a class and its `__init__`; no function of the program is in this frame. `sys._getframe()` skips
     /// the frame, too.
-    pub fn is_shim(&self) -> bool {
+    pub(crate) fn is_shim(&self) -> bool {
         self.minor >= 12 && self.name == "__init__" && self.file == "__init__"
     }
 

@@ -21,7 +21,7 @@ impl Instruction {
     const NOT_BEGUN: u32 = (1 << Self::BITS) - 2;
 
     /// Decodes the instruction in the lowest bits of a word.
-    pub fn of_word(word: u64) -> Self {
+    pub(crate) fn of_word(word: u64) -> Self {
         match word as u32 & ((1 << Self::BITS) - 1) {
             Self::NOT_BEGUN.. => Self::NotBegun,
             unit => Self::At(unit),

@@ -84,7 +84,7 @@ impl Rules {
     ///
     /// # Errors
     /// If segments overlap in the file, or are beyond 4 GiB.
-    pub fn by_file_offset(mut self) -> Result<Self> {
+    pub(crate) fn by_file_offset(mut self) -> Result<Self> {
         self.segments.sort_unstable_by_key(|(bytes, _)| bytes.start);
         let overlap = self
             .segments
