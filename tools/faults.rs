@@ -119,14 +119,11 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
-    let exports = args
-        .stacks
-        .export
-        .prepare("faults", args.target.to_string())?;
-    let mut metrics = args.metrics.open("faults", &[args.family()])?;
-    let (mut poller, output) = args.common.start_as("faults", args.format())?;
+    let exports = args.stacks.export.prepare(args.target.to_string())?;
+    let mut metrics = args.metrics.open(&[args.family()])?;
+    let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
-    target::warn_if_interval_is_pid("faults", args.stacks.interval(), &args.target.filter.pid);
+    target::warn_if_interval_is_pid(args.stacks.interval(), &args.target.filter.pid);
     let skel = load(&args, target.filter())?;
     let symbolizer = target.symbolizer(&args.stacks.export)?;
     let unwinder = args
@@ -156,7 +153,6 @@ fn run(args: Args) -> Result<ExitCode> {
     };
     let filter = target.filter();
     StackCounts::new(maps, filter, symbolizer, unwinder, exports, &args.stacks)?.run(
-        "faults",
         (poller, output),
         &args.common,
         &report,

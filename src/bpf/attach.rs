@@ -68,7 +68,7 @@ pub fn capture_log(verbose: bool) {
 /// Prints a message on stderr, if [`capture_log`] was called with `verbose`.
 pub(crate) fn log_verbose(what: fmt::Arguments<'_>) {
     if is_verbose() {
-        eprintln!("{what}");
+        crate::note!("{what}");
     }
 }
 
@@ -176,7 +176,7 @@ pub fn first_that_works<'a, T: 'a>(
                     failure.push_str(line);
                 }
                 if verbose {
-                    eprintln!("not possible here:{failure}");
+                    crate::note!("not possible here:{failure}");
                 }
                 failures.push_str(&failure);
             }

@@ -132,9 +132,9 @@ fn is_before(major: u32, minor: u32) -> bool {
 }
 
 /// Prints a note on stderr if BPF programs cannot know whose memory limit a task reclaims for (reclaim.bpf.h).
-pub fn warn_if_no_reclaim_target(tool: &str) {
+pub fn warn_if_no_reclaim_target() {
     if !btf_has_name("target_mem_cgroup") {
-        eprintln!("{tool}: this kernel's BTF lacks struct scan_control: LIMITED is not known");
+        crate::message!("this kernel's BTF lacks struct scan_control: LIMITED is not known");
     }
 }
 

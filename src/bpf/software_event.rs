@@ -36,7 +36,7 @@ pub fn attach(program: &ProgramMut<'_>, event: Software) -> Result<Vec<Link>> {
         })
         .collect::<Result<_>>()?;
     if let Err(error) = cpus.events() {
-        eprintln!("CPUs that come online later are not traced: no device events: {error}");
+        crate::note!("CPUs that come online later are not traced: no device events: {error}");
         return Ok(links);
     }
     let program = program.as_fd().try_clone_to_owned()?;
@@ -106,7 +106,7 @@ fn follow(mut cpus: Cpus, stopped: &PipeReader, program: &OwnedFd, event: Softwa
         sources.extend(cpus.events().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         match poll(&mut sources, PollTimeout::NONE) {
             Ok(_) | Err(Errno::EINTR) => {}
-            Err(error) => return eprintln!("CPUs that come are not traced: {error}"),
+            Err(error) => return crate::note!("CPUs that come are not traced: {error}"),
         }
         if sources[0].any() == Some(true) {
             return;
@@ -114,11 +114,11 @@ fn follow(mut cpus: Cpus, stopped: &PipeReader, program: &OwnedFd, event: Softwa
         for cpu in cpus.newly_online() {
             match attach_on(cpu, program, event) {
                 Ok(counter) => {
-                    eprintln!("CPU {cpu} has come online, and is traced from now on");
+                    crate::note!("CPU {cpu} has come online, and is traced from now on");
                     counters.push(counter);
                 }
                 Err(error) => {
-                    eprintln!("CPU {cpu} has come online, and is not traced: {error:#}");
+                    crate::note!("CPU {cpu} has come online, and is not traced: {error:#}");
                 }
             }
         }

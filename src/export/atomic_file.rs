@@ -88,7 +88,6 @@ impl AtomicFile {
 #[derive(Debug)]
 pub(super) struct Refreshed {
     file: AtomicFile,
-    tool: &'static str,
     /// Reason why the file does not have the last content.
     failed: Option<Error>,
 }
@@ -98,10 +97,9 @@ impl Refreshed {
     ///
     /// # Errors
     /// See [`AtomicFile::at`].
-    pub(super) fn at(path: &Path, tool: &'static str) -> Result<Self> {
+    pub(super) fn at(path: &Path) -> Result<Self> {
         Ok(Self {
             file: AtomicFile::at(path)?,
-            tool,
             failed: None,
         })
     }
@@ -115,7 +113,7 @@ impl Refreshed {
         if let Some(error) = &failed
             && self.failed.is_none()
         {
-            eprintln!("{}: {error:#}", self.tool);
+            crate::message!("{error:#}");
         }
         self.failed = failed;
     }
@@ -208,14 +206,14 @@ mod tests {
     fn a_failure_is_forgotten_once_the_file_is_written() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("a.prom");
-        let mut file = Refreshed::at(&path, "x").expect("writable");
+        let mut file = Refreshed::at(&path).expect("writable");
         file.write(|_| bail!("no more"));
         assert!(file.failed.is_some() && !path.exists());
         file.write(|out| Ok(out.write_all(b"one")?));
         file.write(|out| Ok(out.write_all(b"two")?));
         file.finish().expect("it is written");
         assert_eq!(fs::read(&path).expect("a file"), b"two");
-        let mut file = Refreshed::at(&path, "x").expect("writable");
+        let mut file = Refreshed::at(&path).expect("writable");
         file.write(|_| bail!("no more"));
         let error = file.finish().expect_err("it failed");
         let error = format!("{error:#}");

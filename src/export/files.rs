@@ -12,6 +12,7 @@ use crate::export::profile::{Profile, Sample, ValueType};
 use crate::export::saved_profile::SavedProfile;
 use crate::export::{flame, pprof};
 use crate::print::clock;
+use crate::print::message;
 use crate::stacks::symbolize::{SourceArgs, Symbolizer};
 
 /// Function that writes a profile in one format.
@@ -52,11 +53,11 @@ impl ExportArgs {
         self.flame.is_some() || self.pprof.is_some()
     }
 
-    /// Checks that the files can be written. `tool` and `target` describe the profiles.
+    /// Checks that the files can be written. `target` describes the profiles.
     ///
     /// # Errors
     /// If a file cannot be written, or if the earlier profile cannot be read.
-    pub fn prepare(&self, tool: &'static str, target: String) -> Result<Exports> {
+    pub fn prepare(&self, target: String) -> Result<Exports> {
         let mut files: Vec<(Refreshed, Writer)> = Vec::new();
         if let Some(path) = &self.flame {
             let write: Writer = match &self.flame_base {
@@ -66,15 +67,14 @@ impl ExportArgs {
                     Box::new(move |profile, out| flame::write_difference(&base, profile, out))
                 }
             };
-            files.push((Refreshed::at(path, tool)?, write));
+            files.push((Refreshed::at(path)?, write));
         }
         if let Some(path) = &self.pprof {
-            files.push((Refreshed::at(path, tool)?, Box::new(pprof::write)));
+            files.push((Refreshed::at(path)?, Box::new(pprof::write)));
         }
         Ok(Exports {
             files,
             heaps: None,
-            tool,
             target,
             since: clock::now(),
         })
@@ -85,7 +85,6 @@ impl ExportArgs {
 pub struct Exports {
     files: Vec<(Refreshed, Writer)>,
     heaps: Option<Heaps>,
-    tool: &'static str,
     target: String,
     since: Zoned,
 }
@@ -129,7 +128,7 @@ impl Exports {
     /// Makes the profile of a report from its stacks and the description of their numbers.
     pub fn profile(&self, subject: ProfileInfo, samples: Vec<Sample>) -> Profile {
         Profile {
-            tool: self.tool,
+            tool: message::tool(),
             target: self.target.clone(),
             subject: subject.name,
             since: self.since.clone(),
@@ -189,7 +188,7 @@ mod tests {
             pprof: Some(folder.path().join("b.pb.gz")),
             ..ExportArgs::default()
         };
-        let mut exports = args.prepare("faults", "pid 7".into()).expect("writable");
+        let mut exports = args.prepare("pid 7".into()).expect("writable");
         folder.close().expect("it is ours");
         let subject = ProfileInfo {
             name: "page faults".into(),

@@ -13,6 +13,7 @@ use anyhow::{Context, Result};
 
 use crate::export::atomic_file::Refreshed;
 use crate::print::histogram::Histogram;
+use crate::print::message;
 
 /// Limit on the series of one family, without those of `other`: Prometheus keeps each series for weeks. A name that
 /// comes when the limit is reached is counted as `other` from then on.
@@ -40,12 +41,11 @@ impl MetricsArgs {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn open(&self, tool: &'static str, families: &[&'static Family]) -> Result<Metrics> {
+    pub fn open(&self, families: &[&'static Family]) -> Result<Metrics> {
         let path = self.metrics.as_deref();
-        let file = path.map(|path| Refreshed::at(path, tool)).transpose()?;
+        let file = path.map(Refreshed::at).transpose()?;
         let mut metrics = Metrics {
             file,
-            tool,
             kept: families
                 .iter()
                 .map(|family| (family.name, FamilySeries::of(family)))
@@ -218,7 +218,6 @@ fn seconds(ns: u64) -> String {
 #[derive(Debug)]
 pub struct Metrics {
     file: Option<Refreshed>,
-    tool: &'static str,
     kept: BTreeMap<&'static str, FamilySeries>,
     /// Time of the last write of the file.
     written: Option<Instant>,
@@ -268,7 +267,7 @@ impl Metrics {
 
     /// Sets the number of losses of this kind.
     pub(crate) fn set_lost(&mut self, what: &str, lost: u64) {
-        self.set(&LOST, &[what, self.tool], lost);
+        self.set(&LOST, &[what, message::tool()], lost);
     }
 
     fn of(&mut self, family: &'static Family) -> &mut FamilySeries {
@@ -343,7 +342,7 @@ mod tests {
         let args = MetricsArgs {
             metrics: Some(path.clone()),
         };
-        let mut metrics = args.open("x", &[&FAULTS, &STALLS, &TIME]).expect("a file");
+        let mut metrics = args.open(&[&FAULTS, &STALLS, &TIME]).expect("a file");
         fill(&mut metrics);
         metrics.finish().expect("it is written");
         fs::read_to_string(path).expect("a file")
@@ -360,7 +359,7 @@ mod tests {
         for line in [
             "# TYPE x_faults_total counter\nx_faults_total{comm=\"a\\\"b\\\\\",type=\"minor\"} 11\n",
             "# HELP x_seconds_total Time.\n# TYPE x_seconds_total counter\nx_seconds_total 1.500000001\n",
-            "memtools_lost_total{what=\"events\",tool=\"x\"} 3\n",
+            "memtools_lost_total{what=\"events\",tool=\"memtools\"} 3\n",
             "x_stall_seconds_count 0\n",
         ] {
             assert!(text.contains(line), "{line} in {text}");
@@ -416,7 +415,7 @@ mod tests {
 
     #[test]
     fn without_a_file_nothing_is_kept() {
-        let mut metrics = MetricsArgs::default().open("x", &[&FAULTS]).expect("none");
+        let mut metrics = MetricsArgs::default().open(&[&FAULTS]).expect("none");
         metrics.add(&FAULTS, &["a", "minor"], 7);
         assert!(metrics.of(&FAULTS).pending.is_empty());
         metrics.finish().expect("nothing to write");

@@ -61,15 +61,15 @@ impl Walked {
     ///
     /// # Errors
     /// If no image can be taken, as [`Request::take`] says.
-    pub fn take(request: &Request, tool: &str) -> Result<Self> {
-        let mut walked = Self::of(request.take(tool)?);
+    pub fn take(request: &Request) -> Result<Self> {
+        let mut walked = Self::of(request.take()?);
         for images in 2..=TRIES {
             if !matches!(walked.heap.coverage, Coverage::Incomplete { .. }) {
                 break;
             }
             // The copy is freed before another one is made.
             drop(walked);
-            walked = Self::of(request.take(tool)?);
+            walked = Self::of(request.take()?);
             walked.images = images;
         }
         Ok(walked)

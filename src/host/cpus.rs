@@ -70,7 +70,7 @@ impl Cpus {
         let receive = |message: &mut [u8]| recv(events, message, MsgFlags::MSG_DONTWAIT);
         let (came, lost) = self.update(receive, read_list);
         if let Some(lost) = lost {
-            eprintln!("{lost}");
+            crate::note!("{lost}");
         }
         came
     }

@@ -64,7 +64,7 @@ impl Registry {
     /// a message.
     pub(super) fn warn_once(&mut self, why: String, sentence: impl FnOnce(&str) -> String) {
         if self.said.len() < REASONS && !self.said.contains(&why) {
-            eprintln!("{}", sentence(&why));
+            crate::note!("{}", sentence(&why));
             self.said.insert(why);
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | [`message`] | messages on stderr, and the tool's name |
 //! | [`output`] | rows as text or JSON |
 //! | [`timeline`] | rows as events and counts on a timeline |
 //! | [`progress`] | progress of a long operation, on a terminal |
@@ -21,6 +22,7 @@ pub mod file_path;
 pub mod flags;
 pub mod gfp;
 pub mod histogram;
+pub mod message;
 pub mod output;
 pub mod progress;
 pub mod text;

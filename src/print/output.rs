@@ -67,15 +67,9 @@ impl Output {
     /// then fails with [`ReaderStalled`]. The signals of `stop` are blocked. `stopped` tells that such a signal was
     /// taken before: then the last report of the run waits for its reader and says so, and another signal ends that
     /// wait.
-    pub fn stdout(
-        tool: &'static str,
-        format: Format,
-        stop: SignalFd,
-        stopped: Arc<AtomicBool>,
-    ) -> Self {
+    pub fn stdout(format: Format, stop: SignalFd, stopped: Arc<AtomicBool>) -> Self {
         let out = io::stdout();
         let pipe = Pipe {
-            tool,
             is_terminal: out.is_terminal(),
             out,
             stop,
@@ -230,7 +224,6 @@ impl Write for Sink {
 
 /// Stdout that can be a full pipe.
 struct Pipe {
-    tool: &'static str,
     out: Stdout,
     is_terminal: bool,
     stop: SignalFd,
@@ -260,7 +253,7 @@ impl Pipe {
         let patience = (is_last && !self.has_warned).then_some(LAST_CHANCE);
         let mut room = wait_for_room(out, stop, patience)?;
         if room == WaitOutcome::TimedOut {
-            say_that_it_waits(self.tool);
+            say_that_it_waits();
             self.has_warned = true;
             room = wait_for_room(out, stop, None)?;
         }
@@ -290,15 +283,11 @@ enum WaitOutcome {
 }
 
 /// Reports on stderr that the run's last report waits for its reader, unless nobody reads stderr either.
-fn say_that_it_waits(tool: &str) {
+fn say_that_it_waits() {
     let stderr = io::stderr();
     let mut sources = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
     if poll(&mut sources, PollTimeout::ZERO).is_ok_and(|ready| ready > 0) {
-        // If this fails, only the message is missing.
-        let _ = writeln!(
-            &stderr,
-            "{tool}: the last report waits for its reader; another Ctrl-C gives it up"
-        );
+        crate::message!("the last report waits for its reader; another Ctrl-C gives it up");
     }
 }
 

@@ -62,7 +62,7 @@ impl CommandLine {
     /// # Errors
     /// If the command contains a NUL byte, or a pipe or a process cannot be created.
     pub fn start(&self) -> Result<HeldCommand> {
-        eprintln!(
+        crate::note!(
             "Executing '{}' and tracing the resulting process.",
             text::escape(&self.line)
         );
@@ -303,7 +303,7 @@ impl HeldCommand {
         let mut ended = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
         while poll(&mut ended, PollTimeout::from(TIME_TO_END)) == Err(Errno::EINTR) {}
         if now()? == WaitStatus::StillAlive {
-            eprintln!(
+            crate::note!(
                 "the command, process {0}, has not ended on SIGTERM and is left to run; to end it: \
                  kill -KILL {0}",
                 self.pid()

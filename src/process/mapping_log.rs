@@ -79,7 +79,7 @@ impl MappingLog {
             Ok(events) => filling
                 .add(events, EpollEvent::new(EpollFlags::EPOLLIN, 0))
                 .context("failed to watch for CPUs")?,
-            Err(error) => eprintln!(
+            Err(error) => crate::note!(
                 "mappings that are made on CPUs that come online later are not seen: no device events: {error}"
             ),
         }
@@ -193,7 +193,7 @@ impl MappingLog {
             match self.open(cpu) {
                 Ok(()) => attach::log_verbose(format_args!("mappings on CPU {cpu} are logged")),
                 Err(error) => {
-                    eprintln!("mappings that are made on CPU {cpu} are not seen: {error:#}");
+                    crate::note!("mappings that are made on CPU {cpu} are not seen: {error:#}");
                 }
             }
         }

@@ -8,6 +8,7 @@
 //! | 3 | memleak with `--fail-on`: more growth than that permits |
 //! | any | with `-c COMMAND`, the command's own status |
 
+use std::env;
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use crate::bpf::kretprobe;
 use crate::export::perfetto::Tracks;
 use crate::parse::{self, UsageError};
+use crate::print::message;
 use crate::print::output::{Format, Output, ReaderStalled};
 use crate::process::inherited;
 use crate::run::complete;
@@ -35,9 +37,9 @@ pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     if let Some(status) = source_lines::run_reader() {
         return status;
     }
-    let args = match A::try_parse() {
+    let args = match parse_arguments() {
         Ok(args) => args,
-        Err(error) => return usage::<A>(&error),
+        Err(error) => return usage(&error),
     };
     inherited::save_and_override();
     set_mmap_threshold();
@@ -50,7 +52,7 @@ pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
         Err(error) => {
             if !is_unread(&error) || can_be_printed(io::stderr().as_fd()) {
                 let message = in_plain_words(&format!("{error:#}"));
-                eprintln!("{}: {message}", A::command().get_name());
+                crate::message!("{message}");
             }
             if error.is::<UsageError>() {
                 ExitCode::from(2)
@@ -59,6 +61,14 @@ pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
             }
         }
     }
+}
+
+/// Parses the arguments, and names the tool in its messages.
+fn parse_arguments<A: Parser>() -> Result<A, clap::Error> {
+    let mut command = A::command();
+    message::set_tool(command.get_name());
+    let mut matches = command.try_get_matches_from_mut(env::args_os())?;
+    A::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
 /// Removes from a message what Rust adds to the system's words.
@@ -76,7 +86,7 @@ fn in_plain_words(message: &str) -> String {
 }
 
 /// Prints what clap has to say: the help that was asked for, or what is wrong with the arguments.
-fn usage<A: Parser>(said: &clap::Error) -> ExitCode {
+fn usage(said: &clap::Error) -> ExitCode {
     if !said.use_stderr() {
         // Without a reader, nobody misses it.
         let _ = said.print();
@@ -84,7 +94,7 @@ fn usage<A: Parser>(said: &clap::Error) -> ExitCode {
     }
     let message = said.render().to_string();
     let message = message.strip_prefix("error: ").unwrap_or(&message);
-    eprint!("{}: {message}", A::command().get_name());
+    crate::message!("{}", message.trim_end());
     ExitCode::from(2)
 }
 
@@ -144,18 +154,18 @@ impl CommonArgs {
     ///
     /// # Errors
     /// If a file cannot be written to.
-    pub fn start<'a>(&self, tool: &'static str) -> Result<(Poller<'a>, Output)> {
-        self.start_as(tool, self.format())
+    pub fn start<'a>(&self) -> Result<(Poller<'a>, Output)> {
+        self.start_as(self.format())
     }
 
     /// [`CommonArgs::start`] with another format.
     ///
     /// # Errors
     /// If a file cannot be written to.
-    pub fn start_as<'a>(&self, tool: &'static str, format: Format) -> Result<(Poller<'a>, Output)> {
-        let (poller, output) = start(tool, format, self.output.as_deref())?;
+    pub fn start_as<'a>(&self, format: Format) -> Result<(Poller<'a>, Output)> {
+        let (poller, output) = start(format, self.output.as_deref())?;
         let output = match &self.perfetto {
-            Some(path) => output.with_timeline(Tracks::create(path, tool)?),
+            Some(path) => output.with_timeline(Tracks::create(path, message::tool())?),
             None => output,
         };
         Ok((poller, output))
@@ -166,18 +176,14 @@ impl CommonArgs {
 ///
 /// # Errors
 /// If the file cannot be written to.
-pub fn start<'a>(
-    tool: &'static str,
-    format: Format,
-    file: Option<&Path>,
-) -> Result<(Poller<'a>, Output)> {
+pub fn start<'a>(format: Format, file: Option<&Path>) -> Result<(Poller<'a>, Output)> {
     let mut poller = Poller::new()?;
     let output = match file {
         Some(path) => Output::file(format, path)?,
         None => {
             let stop = SignalFd::with_flags(&inherited::stop_signals(), SfdFlags::SFD_CLOEXEC);
             let stop = stop.context("failed to open a signalfd")?;
-            Output::stdout(tool, format, stop, poller.stopped())
+            Output::stdout(format, stop, poller.stopped())
         }
     };
     if output.is_stdout() {

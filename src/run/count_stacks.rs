@@ -235,7 +235,6 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     /// If a map cannot be read, or the output cannot be written to.
     pub fn run(
         mut self,
-        tool: &str,
         (mut poller, mut output): (Poller<'_>, Output),
         common: &CommonArgs,
         report: &StackReport<'_>,
@@ -283,9 +282,9 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         self.collect(report, false)?;
         print(&mut self, &mut output)?;
         self.write_timeline_counts(report, &mut output);
-        self.report_losses(tool, &mut output)?;
+        self.report_losses(&mut output)?;
         if let Some(unwinder) = self.unwinder {
-            unwinder.report(tool, &mut output)?;
+            unwinder.report(&mut output)?;
         }
         self.exports.finish()?;
         output.finish()
@@ -474,9 +473,9 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     }
 
     /// Reports at the end what could not be counted or symbolized.
-    fn report_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
-        self.losses()?.report_self(tool, self.object, output)?;
-        self.symbolizer.report_losses(tool);
+    fn report_losses(&self, output: &mut Output) -> Result<()> {
+        self.losses()?.report_self(self.object, output)?;
+        self.symbolizer.report_losses();
         Ok(())
     }
 }

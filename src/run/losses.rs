@@ -108,8 +108,8 @@ impl Losses {
     ///
     /// # Errors
     /// If the losses cannot be read (see [`Losses::of`]), or the output cannot be written to.
-    pub fn report(tool: &str, object: &Object, filter: &Filter, output: &mut Output) -> Result<()> {
-        Self::of(object, filter)?.report_self(tool, object, output)
+    pub fn report(object: &Object, filter: &Filter, output: &mut Output) -> Result<()> {
+        Self::of(object, filter)?.report_self(object, output)
     }
 
     /// [`Losses::report`] for a tool whose events may have stacks, followed by the report of the unwinder.
@@ -117,14 +117,13 @@ impl Losses {
     /// # Errors
     /// If the losses cannot be read (see [`Losses::of`]), or the output cannot be written to.
     pub fn report_with_unwinder(
-        tool: &str,
         object: &Object,
         filter: &Filter,
         unwinder: Option<Unwinder>,
         output: &mut Output,
     ) -> Result<()> {
-        Self::report(tool, object, filter, output)?;
-        unwinder.map_or(Ok(()), |unwinder| unwinder.report(tool, output))
+        Self::report(object, filter, output)?;
+        unwinder.map_or(Ok(()), |unwinder| unwinder.report(output))
     }
 
     /// Reports these losses, and how many events of the tool itself `object` left out, if any: on stderr, and as last
@@ -132,17 +131,12 @@ impl Losses {
     ///
     /// # Errors
     /// If the map `losses` cannot be read, or the output cannot be written to.
-    pub(crate) fn report_self(
-        self,
-        tool: &str,
-        object: &Object,
-        output: &mut Output,
-    ) -> Result<()> {
-        report_own_events(tool, object, output)?;
+    pub(crate) fn report_self(self, object: &Object, output: &mut Output) -> Result<()> {
+        report_own_events(object, output)?;
         if self.any() {
             output.row(&LostRow { lost: self })?;
             output.flush()?;
-            eprintln!("{tool}: {self}");
+            crate::message!("{self}");
         }
         Ok(())
     }
@@ -202,12 +196,12 @@ pub fn finish_metrics(object: &Object, filter: &Filter, mut metrics: Metrics) ->
 ///
 /// # Errors
 /// If the map `losses` cannot be read, or the output cannot be written to.
-pub fn report_own_events(tool: &str, object: &Object, output: &mut Output) -> Result<()> {
+pub fn report_own_events(object: &Object, output: &mut Output) -> Result<()> {
     let own_events = counters(object)?.own_events;
     if own_events > 0 {
         output.row(&OwnRow { own_events })?;
         output.flush()?;
-        eprintln!("{tool}: left out {own_events} events of its own");
+        crate::message!("left out {own_events} events of its own");
     }
     Ok(())
 }

@@ -10,10 +10,10 @@ use crate::host::capabilities::{self, Capability};
 
 /// Keeps this process working when memory runs out: its memory is locked, later mappings are locked as they are
 /// touched, and the OOM killer kills other processes. Call this when everything has been set up. Failures are printed
-/// on stderr in the name of `tool`. Commands that were started before are not protected.
-pub fn protect_from_oom(tool: &str) {
+/// on stderr. Commands that were started before are not protected.
+pub fn protect_from_oom() {
     for failure in failures(spare_from_oom_killer(), lock_memory()) {
-        eprintln!("{tool}: {failure}");
+        crate::message!("{failure}");
     }
 }
 

@@ -215,10 +215,10 @@ impl Target {
 }
 
 /// Prints a hint on stderr if an interval after `-p` is also the id of a process, which was probably meant.
-pub fn warn_if_interval_is_pid(tool: &str, interval: Option<Duration>, named: &[u32]) {
+pub fn warn_if_interval_is_pid(interval: Option<Duration>, named: &[u32]) {
     if let Some(pid) = interval.and_then(|interval| meant_pid(interval, named)) {
-        eprintln!(
-            "{tool}: {pid} is taken for the seconds between reports; if process {pid} is meant, too: \
+        crate::message!(
+            "{pid} is taken for the seconds between reports; if process {pid} is meant, too: \
              -p {},{pid}",
             named
                 .iter()

@@ -78,7 +78,7 @@ impl Debuginfod {
             return None;
         }
         let found = fetch(build_id).unwrap_or_else(|error| {
-            eprintln!("no debug file of {module} from debuginfod: {error:#}");
+            crate::note!("no debug file of {module} from debuginfod: {error:#}");
             self.gave_up = true;
             None
         });

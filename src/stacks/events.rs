@@ -92,9 +92,9 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
     }
 
     /// Calls [`Symbolizer::report_losses`] if stacks were asked for.
-    pub fn report_losses(&self, tool: &str) {
+    pub fn report_losses(&self) {
         if let Some(symbolizer) = &self.symbolizer {
-            symbolizer.report_losses(tool);
+            symbolizer.report_losses();
         }
     }
 }

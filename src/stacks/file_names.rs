@@ -178,7 +178,7 @@ impl FileNames {
     }
 
     /// Reports on stderr the stripped files with the most places without names, and how to get their symbols.
-    pub(crate) fn report_stripped(&self, tool: &str) {
+    pub(crate) fn report_stripped(&self) {
         const MAX_FILES: usize = 3;
         let stripped = self.stripped();
         if stripped.is_empty() {
@@ -210,8 +210,8 @@ impl FileNames {
             false => "",
         };
         let places = text::count_with_noun(self.unnamed as u64, "place");
-        eprintln!(
-            "{tool}: {at_least}{places} in code without symbols: {}; for names {way}",
+        crate::message!(
+            "{at_least}{places} in code without symbols: {}; for names {way}",
             named.join(", ")
         );
     }
@@ -231,9 +231,9 @@ impl FileNames {
             return;
         }
         self.warnings += 1;
-        eprintln!("no names for frames in {}: {error:#}", file.module());
+        crate::note!("no names for frames in {}: {error:#}", file.module());
         if self.warnings == MAX_TOLD {
-            eprintln!("no names for frames in other files: not told any more");
+            crate::note!("no names for frames in other files: not told any more");
         }
     }
 

@@ -32,7 +32,7 @@ impl Kallsyms {
     /// found.
     pub(crate) fn read_or_warn() -> Self {
         let symbols = Self::read().unwrap_or_else(|error| {
-            eprintln!("no names for kernel frames: failed to read /proc/kallsyms: {error}");
+            crate::note!("no names for kernel frames: failed to read /proc/kallsyms: {error}");
             Self::default()
         });
         if symbols.hidden() {
@@ -43,7 +43,7 @@ impl Kallsyms {
             } else {
                 capabilities::remedy(Capability::CAP_SYSLOG)
             };
-            eprintln!("no names for kernel frames: the kernel hides its addresses{remedy}");
+            crate::note!("no names for kernel frames: the kernel hides its addresses{remedy}");
         }
         symbols
     }

@@ -157,7 +157,7 @@ impl PerfMaps {
         let _ = map.read(&file);
         if map.full && !self.told {
             self.told = true;
-            eprintln!(
+            crate::note!(
                 "some names of generated code are left out: process {pid} has more than {} MiB \
                  of them",
                 MAX_KEPT >> 20

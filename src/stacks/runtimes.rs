@@ -111,9 +111,9 @@ impl UnnamedPlaces {
     }
 
     /// Reports on stderr how each runtime must be started for its functions to have names.
-    pub(super) fn tell(&self, tool: &str) {
+    pub(super) fn tell(&self) {
         for line in self.lines() {
-            eprintln!("{tool}: {line}");
+            crate::message!("{line}");
         }
     }
 

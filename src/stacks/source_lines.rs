@@ -96,7 +96,7 @@ impl SourceLines {
         });
         let lines = lines.unwrap_or_else(|reason| {
             if self.told.len() < MAX_TOLD && self.told.insert(number) {
-                eprintln!("no source lines of {}: {reason}", file.module());
+                crate::note!("no source lines of {}: {reason}", file.module());
             }
             Vec::new()
         });

@@ -206,7 +206,7 @@ impl Symbolizer {
     }
 
     /// Reports on stderr what was lost or has no symbols, so that frames may lack names. Call it at the end.
-    pub fn report_losses(&self, tool: &str) {
+    pub fn report_losses(&self) {
         let mut missed = self.code.losses();
         let python = self.interpreters.as_ref().map(|names| &names.python);
         match python.map_or(0, PythonNames::dropped) {
@@ -215,10 +215,10 @@ impl Symbolizer {
         }
         let missed = missed.join(", ");
         if !missed.is_empty() {
-            eprintln!("{tool}: {missed}: some frames may lack names");
+            crate::message!("{missed}: some frames may lack names");
         }
-        self.names.report_stripped(tool);
-        self.unnamed.tell(tool);
+        self.names.report_stripped();
+        self.unnamed.tell();
     }
 
     fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {

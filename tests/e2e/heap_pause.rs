@@ -200,7 +200,7 @@ fn expect_one_moment(pre_copy: bool) -> Result<()> {
     };
     let mut before = 0;
     for _ in 0..23 {
-        let image = request.take("e2e")?;
+        let image = request.take()?;
         let word = |address: u64| image.word(address).unwrap_or(0);
         let busy = word(busy);
         for number in (0..PLACES).filter(|number| !(busy..busy + 2).contains(number)) {

@@ -81,14 +81,8 @@ pub(crate) fn print(
     calls.output.flush()?;
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| calls.print(events))?;
-    calls.stacks.report_losses("brkstack");
-    Losses::report_with_unwinder(
-        "brkstack",
-        skel.object(),
-        filter,
-        unwinder,
-        &mut calls.output,
-    )?;
+    calls.stacks.report_losses();
+    Losses::report_with_unwinder(skel.object(), filter, unwinder, &mut calls.output)?;
     calls.output.finish()
 }
 

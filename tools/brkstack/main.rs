@@ -37,13 +37,10 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
-    let exports = args
-        .stacks
-        .export
-        .prepare("brkstack", args.target.to_string())?;
-    let (mut poller, output) = args.common.start_as("brkstack", args.format())?;
+    let exports = args.stacks.export.prepare(args.target.to_string())?;
+    let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
-    target::warn_if_interval_is_pid("brkstack", args.stacks.interval(), &args.target.filter.pid);
+    target::warn_if_interval_is_pid(args.stacks.interval(), &args.target.filter.pid);
     let tracepoints = args.programs(kernel_support::system_call_programs_lack_kernel_stacks());
     let mut skel = load(&args, target.filter(), tracepoints)?;
     let symbolizer = target.symbolizer(&args.stacks.export)?;
@@ -112,7 +109,6 @@ fn count_stacks(
         args: &args.stacks,
     };
     counts.run(
-        "brkstack",
         (poller, output),
         &args.common,
         &report,

@@ -39,9 +39,9 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(false);
-    let exports = args.export.prepare("drsnoop", args.target_description())?;
-    let metrics = args.metrics.open("drsnoop", &printer::METRICS)?;
-    let (mut poller, output) = args.common.start("drsnoop")?;
+    let exports = args.export.prepare(args.target_description())?;
+    let metrics = args.metrics.open(&printer::METRICS)?;
+    let (mut poller, output) = args.common.start()?;
     let mut target = Target::choose_thread(&args.target, args.tid, TaskKind::All)?;
     let symbolizer = args
         .wants_stacks()
@@ -56,7 +56,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .then(|| target.unwinder(args.unwind, memtools::unwind_parts!(skel)))
         .transpose()?;
     if args.wants_limited() {
-        kernel_support::warn_if_no_reclaim_target("drsnoop");
+        kernel_support::warn_if_no_reclaim_target();
     }
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
@@ -68,7 +68,7 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     let mut printer = Printer::new(&args, &skel, stacks, output, exports, metrics)?;
     printer.exports.begin();
-    protect::protect_from_oom("drsnoop");
+    protect::protect_from_oom();
     eprintln!("drsnoop: tracing direct reclaim ({how}), Ctrl-C to end");
     printer.output.header(&args.columns().header())?;
     printer.output.flush()?;
@@ -84,7 +84,6 @@ fn run(args: Args) -> Result<ExitCode> {
     })?;
     printer.print_end()?;
     Losses::report_with_unwinder(
-        "drsnoop",
         skel.object(),
         target.filter(),
         unwinder,

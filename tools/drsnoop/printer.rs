@@ -192,7 +192,7 @@ impl<'a> Printer<'a> {
             self.output.row(&histogram::Named { name, buckets })?;
             self.output.flush()?;
         }
-        self.stacks.report_losses("drsnoop");
+        self.stacks.report_losses();
         Ok(())
     }
 

@@ -34,10 +34,10 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
-    let mut metrics = args.metrics.open("ffaults", &args.families())?;
-    let (mut poller, mut output) = args.common.start("ffaults")?;
+    let mut metrics = args.metrics.open(&args.families())?;
+    let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
-    target::warn_if_interval_is_pid("ffaults", args.interval, &args.target.filter.pid);
+    target::warn_if_interval_is_pid(args.interval, &args.target.filter.pid);
     let (
         how,
         Attached {
@@ -59,7 +59,7 @@ fn run(args: Args) -> Result<ExitCode> {
     })?;
     detach(links);
     report.print(&mut output, &mut metrics)?;
-    Losses::report("ffaults", skel.object(), target.filter(), &mut output)?;
+    Losses::report(skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;
     target.finish()

@@ -53,10 +53,10 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
     let family = if args.madvise { &MADVISE } else { &FAULTS };
-    let mut metrics = args.metrics.open("hfaults", &[family])?;
-    let (mut poller, mut output) = args.common.start("hfaults")?;
+    let mut metrics = args.metrics.open(&[family])?;
+    let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
-    target::warn_if_interval_is_pid("hfaults", args.interval, &args.target.filter.pid);
+    target::warn_if_interval_is_pid(args.interval, &args.target.filter.pid);
     let (how, Attached { skel, links }) = attach::start(&args, target.filter())?;
     let maps = &skel.maps;
     let mut counts = Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b);
@@ -88,7 +88,7 @@ fn run(args: Args) -> Result<ExitCode> {
     })?;
     detach(links);
     print(&mut output, &mut metrics)?;
-    Losses::report("hfaults", skel.object(), target.filter(), &mut output)?;
+    Losses::report(skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;
     target.finish()

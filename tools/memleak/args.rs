@@ -9,6 +9,7 @@ use clap_complete::engine::ArgValueCompleter;
 use memtools::export::files::{ExportArgs, Exports};
 use memtools::export::perfetto::Heaps;
 use memtools::parse::{self, UsageError};
+use memtools::print::message;
 use memtools::print::output::{Format, Output};
 use memtools::process::complete;
 use memtools::process::container::ContainerArgs;
@@ -385,9 +386,9 @@ impl Args {
     /// # Errors
     /// If a file cannot be written to.
     pub(crate) fn exports(&self) -> Result<Exports> {
-        let exports = self.export.prepare("memleak", self.target())?;
+        let exports = self.export.prepare(self.target())?;
         Ok(match &self.perfetto {
-            Some(path) => exports.with(Heaps::create(path, "memleak")?),
+            Some(path) => exports.with(Heaps::create(path, message::tool())?),
             None => exports,
         })
     }
@@ -399,7 +400,7 @@ impl Args {
 
     /// Starts the tool: see [`cli::start`].
     pub(crate) fn start<'a>(&self) -> Result<(Poller<'a>, Output)> {
-        cli::start("memleak", self.format(), self.output.as_deref())
+        cli::start(self.format(), self.output.as_deref())
     }
 
     /// Whether processes are to be traced, rather than the kernel.

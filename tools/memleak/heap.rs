@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     privileges::keep_tracing_and(args.heap.capabilities())?;
     let request = args.heap.request(&process, None);
     let cgroup_info = CgroupInfo::of_process(process.pid());
-    let walked = Walked::take(&request, "memleak")?;
+    let walked = Walked::take(&request)?;
     let named = ProcessName::of_image(&walked.image, cgroup_info, args);
     if let Some(nonsense) = walked.inconsistency() {
         bail!("{nonsense}");

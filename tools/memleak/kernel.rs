@@ -79,7 +79,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     reporter.run(&mut poller, server.as_ref())?;
 
     drop(server);
-    losses::report_own_events("memleak", attached.skel.object(), &mut reporter.output)?;
+    losses::report_own_events(attached.skel.object(), &mut reporter.output)?;
     let status = reporter.finish(None, 0);
     attach::detach(attached.links);
     status

@@ -132,7 +132,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
     drop(server);
     let harm = reporter.source.finish(&mut reporter.output)?;
-    unwinder.report("memleak", &mut reporter.output)?;
+    unwinder.report(&mut reporter.output)?;
     let status = command.as_mut().map(HeldCommand::finish).transpose()?;
     let status = reporter.finish(status.flatten(), leaks)?;
     match harm {
@@ -380,7 +380,7 @@ impl<'a> Processes<'a> {
     /// if that has ended the trace.
     fn finish(&mut self, output: &mut Output) -> Result<Option<String>> {
         let harm = self.upkeep.finish(output)?;
-        self.symbolizer.report_losses("memleak");
+        self.symbolizer.report_losses();
         Ok(harm)
     }
 

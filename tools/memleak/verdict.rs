@@ -191,7 +191,7 @@ impl<'a> HeapAnalysis<'a> {
         let mut kept = kernel::words(request.process.pid());
         // The process may have exited by the time its heap is walked.
         let cgroup_info = CgroupInfo::of_process(request.process.pid());
-        let walked = Walked::take(request, "memleak")?;
+        let walked = Walked::take(request)?;
         expect_whole(&walked)?;
         kept.extend(kernel::words(request.process.pid()));
         Self::of(request.process, cgroup_info, walked, kept)

@@ -158,7 +158,7 @@ fn run(args: Args) -> Result<ExitCode> {
     } else {
         Format::Text
     };
-    let (mut poller, mut output) = cli::start("memtriage", format, args.output.as_deref())?;
+    let (mut poller, mut output) = cli::start(format, args.output.as_deref())?;
     if args.doctor {
         return Ok(match doctor::check(poller, &mut output)? {
             true => ExitCode::SUCCESS,

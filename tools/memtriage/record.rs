@@ -69,7 +69,7 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
         Err(error) => eprintln!("memtriage: {error:#}; looks are taken by the clock alone"),
     }
     // Processes that are started from now on inherit the protection.
-    protect::protect_from_oom("memtriage");
+    protect::protect_from_oom();
     eprintln!(
         "memtriage: nothing is traced until {} % of the machine's memory, or of a cgroup's limit, are used; \
          Ctrl-C to end",

@@ -37,8 +37,8 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_tracepoints()?;
     capture_log(args.common.verbose);
-    let exports = args.export.prepare("mmapsnoop", args.target.to_string())?;
-    let (mut poller, output) = args.common.start_as("mmapsnoop", args.format())?;
+    let exports = args.export.prepare(args.target.to_string())?;
+    let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     let mut skel = attach::load(&args, target.filter())?;
     let symbolizer = args
@@ -69,14 +69,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |records| tracer.take(records))?;
     tracer.fold()?;
-    tracer.stacks.report_losses("mmapsnoop");
-    Losses::report_with_unwinder(
-        "mmapsnoop",
-        skel.object(),
-        target.filter(),
-        unwinder,
-        &mut tracer.output,
-    )?;
+    tracer.stacks.report_losses();
+    Losses::report_with_unwinder(skel.object(), target.filter(), unwinder, &mut tracer.output)?;
     tracer.exports.finish()?;
     tracer.output.finish()?;
     target.finish()

@@ -43,9 +43,9 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
-    let exports = args.export.prepare("oomkill", args.target.to_string())?;
-    let metrics = args.metrics.open("oomkill", &[&printer::KILLS])?;
-    let (mut poller, output) = args.common.start("oomkill")?;
+    let exports = args.export.prepare(args.target.to_string())?;
+    let metrics = args.metrics.open(&[&printer::KILLS])?;
+    let (mut poller, output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::All)?;
     let mut symbolizer = args
         .wants_stacks()
@@ -84,7 +84,7 @@ fn run(args: Args) -> Result<ExitCode> {
         &args, &skel, alone, choice, stacks, output, exports, metrics,
     )?;
     printer.exports.begin();
-    protect::protect_from_oom("oomkill");
+    protect::protect_from_oom();
     eprintln!("oomkill: tracing OOM kills ({how}), Ctrl-C to end");
     target.release()?;
     target.watch_exit(&mut poller);
@@ -96,9 +96,8 @@ fn run(args: Args) -> Result<ExitCode> {
         printer.print(events)?;
         losses::write_metrics(skel.object(), target.filter(), &mut printer.metrics)
     })?;
-    printer.stacks.report_losses("oomkill");
+    printer.stacks.report_losses();
     Losses::report_with_unwinder(
-        "oomkill",
         skel.object(),
         target.filter(),
         unwinder,

@@ -78,7 +78,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
-    let (mut poller, mut output) = args.common.start("shmsnoop")?;
+    let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::choose_thread(&args.target, args.tid, TaskKind::Programs)?;
     let columns = Columns {
         timestamp: args.timestamp,
@@ -110,7 +110,7 @@ fn run(args: Args) -> Result<ExitCode> {
         }
         output.flush()
     })?;
-    Losses::report("shmsnoop", skel.object(), target.filter(), &mut output)?;
+    Losses::report(skel.object(), target.filter(), &mut output)?;
     output.finish()?;
     target.finish()
 }

@@ -35,14 +35,14 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
-    let mut metrics = args.metrics.open("swapin", &args.families())?;
-    let (mut poller, mut output) = args.common.start("swapin")?;
+    let mut metrics = args.metrics.open(&args.families())?;
+    let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::All)?;
-    target::warn_if_interval_is_pid("swapin", Some(args.interval), &args.target.filter.pid);
+    target::warn_if_interval_is_pid(Some(args.interval), &args.target.filter.pid);
     let zswap = attach::zswap(&args)?;
     let (how, Attached { skel, links }) = attach::start(&args, zswap, target.filter())?;
     let mut report = Report::new(&args, &skel, zswap.is_some());
-    protect::protect_from_oom("swapin");
+    protect::protect_from_oom();
     eprintln!("swapin: tracing swap ins ({how})... Ctrl-C to end");
     target.release()?;
 
@@ -56,7 +56,7 @@ fn run(args: Args) -> Result<ExitCode> {
     detach(links);
     report.print(&mut output, &mut metrics)?;
     report.print_latencies(&mut output)?;
-    Losses::report("swapin", skel.object(), target.filter(), &mut output)?;
+    Losses::report(skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;
     target.finish()

@@ -121,7 +121,7 @@ fn try_start(
 fn load(args: &Args, filter: &Filter, way: AttachMethod) -> Result<Loaded> {
     let mut open = without_events(filter)?;
     if args.by_cgroup {
-        kernel_support::warn_if_no_reclaim_target("vmscan");
+        kernel_support::warn_if_no_reclaim_target();
     } else {
         shrink_unused_maps([&mut open.maps.cgroups])?;
     }

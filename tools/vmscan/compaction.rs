@@ -54,14 +54,14 @@ pub(crate) fn trace(
         extended: args.extended,
         told_of_state: false,
     };
-    protect::protect_from_oom("vmscan");
+    protect::protect_from_oom();
     eprintln!("vmscan: tracing compaction, Ctrl-C to end");
     let names = header(args.extended, args.containers.container);
     printer.output.header(&names)?;
     printer.output.flush()?;
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| printer.print(events))?;
-    Losses::report("vmscan", skel.object(), filter, &mut printer.output)?;
+    Losses::report(skel.object(), filter, &mut printer.output)?;
     printer.output.finish()
 }
 

@@ -49,10 +49,10 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     memtools::bpf::attach::capture_log(args.common.verbose);
-    let metrics = args.metrics.open("vmscan", &totals::METRICS)?;
-    let (mut poller, output) = args.common.start("vmscan")?;
+    let metrics = args.metrics.open(&totals::METRICS)?;
+    let (mut poller, output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::All)?;
-    target::warn_if_interval_is_pid("vmscan", args.interval, &args.target.filter.pid);
+    target::warn_if_interval_is_pid(args.interval, &args.target.filter.pid);
     if args.trace_compaction {
         let tracing = attach::start_tracing_compaction(&args, target.filter())?;
         target.release()?;
@@ -92,7 +92,7 @@ fn watch(
         available,
     } = attached;
     let mut intervals = Intervals::new(args, &skel, available, columns);
-    protect::protect_from_oom("vmscan");
+    protect::protect_from_oom();
     eprintln!("vmscan: tracing page reclaim, Ctrl-C to end");
     output.header(&columns.header())?;
     output.flush()?;
@@ -105,7 +105,7 @@ fn watch(
     intervals.print_last(&mut output)?;
     intervals.record_metrics(&mut metrics);
     tables::print(args, &skel, &mut output)?;
-    Losses::report("vmscan", skel.object(), filter, &mut output)?;
+    Losses::report(skel.object(), filter, &mut output)?;
     losses::finish_metrics(skel.object(), filter, metrics)?;
     output.finish()
 }
@@ -124,7 +124,7 @@ fn count(
         tracepoints,
     } = counting;
     let mut reports = CountReports::new(&skel.maps.counts, &tracepoints, args.interval.is_some());
-    protect::protect_from_oom("vmscan");
+    protect::protect_from_oom();
     eprintln!(
         "vmscan: tracing {} tracepoints, Ctrl-C to end",
         tracepoints.len()
@@ -134,7 +134,7 @@ fn count(
         reports.print(&mut output)?;
     }
     memtools::bpf::attach::detach(links);
-    Losses::report("vmscan", skel.object(), filter, &mut output)?;
+    Losses::report(skel.object(), filter, &mut output)?;
     output.finish()
 }
 

@@ -126,7 +126,7 @@ impl Trace {
                 // all the same.
                 let _ = self.file.set_len(self.written);
                 let error = Error::new(error).context(format!("failed to write {}", self.name));
-                eprintln!("{}: {error:#}: the timeline ends here", self.tool);
+                crate::message!("{error:#}: the timeline ends here");
                 self.failed = Some(error);
             }
         }

@@ -83,7 +83,7 @@ pub struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Takes an image. Shortcomings are reported on stderr after the name `tool`. If a thread does not stop in time,
+    /// Takes an image. Shortcomings are reported on stderr. If a thread does not stop in time,
     /// all threads go on, and further tries follow, over about 3 seconds.
     ///
     /// # Errors
@@ -91,7 +91,7 @@ impl Request<'_> {
     /// binary translator, has a thread that never stops in time, or has exited. Also if there is no memory for a
     /// copy, or, for a copy before the stop, if the kernel does not tell which pages are written after that, or if the
     /// process itself uses what tells it. In each case the process runs on.
-    pub fn take(&self, tool: &str) -> Result<Image> {
+    pub fn take(&self) -> Result<Image> {
         let process = self.process;
         let pid = process.pid();
         check(process)?;
@@ -117,7 +117,7 @@ impl Request<'_> {
             // When a try's thread ends, the kernel releases a target thread that the try has asked to stop and that
             // was late.
             let taken = thread::scope(|scope| {
-                let taker = scope.spawn(|| self.stop_and_copy(tool, &mut pages, buffers, rate));
+                let taker = scope.spawn(|| self.stop_and_copy(&mut pages, buffers, rate));
                 taker
                     .join()
                     .unwrap_or_else(|panicked| panic::resume_unwind(panicked))
@@ -125,7 +125,7 @@ impl Request<'_> {
             match taken? {
                 Taken::Image(image) => {
                     if let Some(message) = tries.message() {
-                        eprintln!("{tool}: {message}");
+                        crate::message!("{message}");
                     }
                     return Ok(*image);
                 }
@@ -168,7 +168,6 @@ impl Request<'_> {
 
     fn stop_and_copy(
         &self,
-        tool: &str,
         pages: &mut Pages,
         mut buffers: CopyBuffers,
         rate: f64,
@@ -209,15 +208,15 @@ impl Request<'_> {
             pages.reclaim_scanned = watch.reclaim_scanned();
         }
         if let Some(error) = realtime.refused() {
-            eprintln!(
-                "{tool}: without real-time priority (SCHED_FIFO: {error}), the pause is longer on a busy machine"
+            crate::message!(
+                "without real-time priority (SCHED_FIFO: {error}), the pause is longer on a busy machine"
             );
         }
         drop(realtime);
         self.process.expect_running()?;
         if self.pre_copy {
-            eprintln!(
-                "{tool}: of {} of process {pid}, {} were copied while it stood still",
+            crate::message!(
+                "of {} of process {pid}, {} were copied while it stood still",
                 text::bytes(work.all),
                 text::bytes(work.due)
             );

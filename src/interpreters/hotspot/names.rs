@@ -144,7 +144,7 @@ impl JavaNames {
             )
         });
         if let Some((Err(why), false)) = &asked {
-            eprintln!(
+            crate::note!(
                 "process {pid} is not asked for names of Java: {why:#}; they are read from its memory"
             );
         }

@@ -219,7 +219,7 @@ impl Codes {
             .name("python".into())
             .spawn(move || {
                 if let Err(error) = read(&ring, File::from(questions), &answer, &shared) {
-                    eprintln!("names of Python functions are no longer read: {error:#}");
+                    crate::note!("names of Python functions are no longer read: {error:#}");
                 }
             })
             .context("failed to start a thread")?;

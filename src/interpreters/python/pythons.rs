@@ -95,7 +95,7 @@ impl Pythons {
             && !super::allocates_by_malloc(pid)
         {
             self.note = None;
-            eprintln!("process {pid} runs Python: {note}");
+            crate::note!("process {pid} runs Python: {note}");
         }
         Ok(Outcome::Found)
     }

@@ -386,10 +386,10 @@ impl Unwinder {
     ///
     /// # Errors
     /// If the counts of the BPF programs cannot be read, or the output cannot be written to.
-    pub fn report(mut self, tool: &str, output: &mut Output) -> Result<()> {
+    pub fn report(mut self, output: &mut Output) -> Result<()> {
         let tables = self.worker.take().map(Worker::stop);
         let summary = Summary::read(self.mode, &self.slots, &self.missing, tables.as_ref())?;
-        summary.tell(tool, output)
+        summary.tell(output)
     }
 }
 

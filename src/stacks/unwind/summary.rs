@@ -109,11 +109,11 @@ impl Summary {
     }
 
     /// Reports the summary on stderr, and as an object in JSON.
-    pub(super) fn tell(&self, tool: &str, output: &mut Output) -> Result<()> {
+    pub(super) fn tell(&self, output: &mut Output) -> Result<()> {
         if self.stacks > 0 {
             output.row(&LastRow { unwinding: self })?;
             output.flush()?;
-            eprintln!("{tool}: {self}");
+            crate::message!("{self}");
         }
         Ok(())
     }

@@ -147,7 +147,7 @@ impl Worker {
             .spawn(move || {
                 raise_priority();
                 if let Err(error) = answers.run(&stopped, &requests) {
-                    eprintln!("unwind tables are no longer kept up to date: {error:#}");
+                    crate::note!("unwind tables are no longer kept up to date: {error:#}");
                 }
                 answers.tables
             })
@@ -276,7 +276,7 @@ impl RequestHandler {
         if let Some(held) = &mut self.held
             && let Err(error) = held.resume_process(pid, request.held_file)
         {
-            eprintln!("the command is no longer stopped when it maps code: {error:#}");
+            crate::note!("the command is no longer stopped when it maps code: {error:#}");
         }
         Ok(())
     }

@@ -35,7 +35,7 @@ impl HeapSnapshot {
     /// If no image can be taken, or the heap cannot be walked as a whole.
     pub(super) fn take(request: &Request) -> Result<Option<Self>> {
         let mut kept = kernel::words(request.process.pid());
-        let walked = Walked::take(request, "memleak")?;
+        let walked = Walked::take(request)?;
         let resident = request.process.resident_bytes().unwrap_or(0);
         kept.extend(kernel::words(request.process.pid()));
         if walked.inconsistency().is_some() {

@@ -87,7 +87,7 @@ impl Targets {
         if args.pid.is_empty() {
             return Self::new(matching(args)?, None, args);
         }
-        warn_if_interval_is_pid("memleak", Some(args.interval), &args.pid);
+        warn_if_interval_is_pid(Some(args.interval), &args.pid);
         let mut processes = Vec::new();
         for pid in args.pid.iter().copied().collect::<HashSet<u32>>() {
             let process = Process::open(pid)?;
