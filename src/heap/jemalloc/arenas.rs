@@ -136,7 +136,46 @@ impl Arenas {
                 break;
             }
         }
+        let is_slab = |extent: &Extent| extent.is_active() && extent.is_slab;
+        if nearest.is_none() && !extents.values().any(is_slab) {
+            return Self::without_slabs(image, data, &own, &sums, fuel).map(Ok);
+        }
         nearest.map(|(_, why)| Err(why))
+    }
+
+    /// Finds the arenas of a heap without small blocks, which has no slabs by which bins are recognised. The counts of
+    /// pages are the proof. The bins are not looked for: `length` ends behind the count.
+    fn without_slabs(
+        image: &Image,
+        data: &Range<u64>,
+        own: &BTreeSet<u64>,
+        sums: &HashMap<u32, Sums>,
+        fuel: &mut Fuel,
+    ) -> Option<Self> {
+        let mut numbers: Vec<u32> = sums.keys().copied().collect();
+        numbers.sort_unstable();
+        for (at, arena) in image.words(data.clone()) {
+            if arena % 64 != 0 || !own.contains(&(arena & !(BASE_BLOCK - 1))) {
+                continue;
+            }
+            let first = u64::from(*numbers.first()?);
+            if !fuel.burn(MOST + LONGEST / 8) {
+                return None;
+            }
+            let Some(array) = at.checked_sub(8 * first) else {
+                continue;
+            };
+            let mut found = Self::read(image, array, LONGEST);
+            let is_whole = numbers.iter().all(|&number| {
+                let arena = found.address(number);
+                arena.is_some_and(|arena| own.contains(&(arena & !(BASE_BLOCK - 1))))
+            });
+            if is_whole && let Ok(Some(count)) = found.check_pages(image, data, sums) {
+                found.length = count + 8;
+                return Some(found);
+            }
+        }
+        None
     }
 
     /// Reads the arenas of an array.
@@ -178,24 +217,24 @@ impl Arenas {
                 format!("arena {number} has other blocks of {bytes} bytes than it has counted");
             return Err((agreeing, (why, Some(at))));
         }
-        self.check_pages(image, data, sums)
-            .map_err(|why| (agreeing, why))
+        let pages = self.check_pages(image, data, sums);
+        pages.map(drop).map_err(|why| (agreeing, why))
     }
 
     /// Checks the arenas' counts of pages. The count is the word after a reference to data that all arenas share, at
-    /// the same offset in each.
+    /// the same offset in each. Returns this offset; None if there are no pages.
     fn check_pages(
         &self,
         image: &Image,
         data: &Range<u64>,
         sums: &HashMap<u32, Sums>,
-    ) -> Result<(), Inconsistency> {
+    ) -> Result<Option<u64>, Inconsistency> {
         let pages = |number: u32| sums.get(&number).map_or(0, |sums| sums.pages);
         let counts = |arena: u64, offset: u64, pages: u64| {
             word(image, arena + offset) == pages && data.contains(&word(image, arena + offset - 8))
         };
         let Some((number, arena)) = self.each().find(|&(number, _)| pages(number) > 0) else {
-            return Ok(());
+            return Ok(None);
         };
         let mut offsets = (8..self.length)
             .step_by(8)
@@ -204,8 +243,8 @@ impl Arenas {
             self.each()
                 .all(|(at, arena)| counts(arena, offset, pages(at)))
         };
-        if offsets.any(agree) {
-            return Ok(());
+        if let Some(offset) = offsets.find(|&offset| agree(offset)) {
+            return Ok(Some(offset));
         }
         let why = format!(
             "{} pages of arena {number} were found, and it has counted others",

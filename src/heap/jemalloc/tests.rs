@@ -150,6 +150,26 @@ fn two_heaps(data_by: u64, second_file: &str) -> ImageBuilder {
     made
 }
 
+/// Without slabs, no bin is recognised. The arena's count of pages is the proof.
+#[test]
+fn a_heap_without_small_blocks_is_known_by_its_pages() {
+    let mut made = heap();
+    made.put(SLAB, 1 << 17 | 232 << 20);
+    made.put(ARENA + 0x1008, 8);
+    for number in 0..11 {
+        made.put(BINS + 224 * CLASS + 112 + 8 * number, 0);
+    }
+    let lists = MEMORY + PAGE + 8;
+    made.put(THREAD + 0x100 + 24 * CLASS, lists + 80 * (CLASS + 1));
+    let (found, _) = walk(&made.image()).expect("a heap of jemalloc");
+    assert_eq!(
+        (&found.coverage, found.blocks().len()),
+        (&Coverage::Complete, 0)
+    );
+    made.put(ARENA + 0x1008, 7);
+    assert!(walk(&made.image()).is_none());
+}
+
 #[test]
 fn each_jemalloc_of_a_process_is_walked() {
     // In two files, and in the data of one.
