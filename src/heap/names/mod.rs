@@ -296,8 +296,8 @@ impl Naming<'_> {
         let is_cxx = has_library || self.names.types.iter().any(|of| of.kind == Kind::Class);
         let shapes = Shapes::new(self.memory, self.heap, classes);
         let mut parts: HashMap<u32, ContainerPart> = HashMap::new();
-        let mut add = |block: u32, shape: Shape, owner: Option<usize>| {
-            let part = ContainerPart::new(shape, owner);
+        let mut add = |block: u32, shape: Shape, (owner, is_inside): (Option<usize>, bool)| {
+            let part = ContainerPart::new(shape, owner, is_inside);
             let known = parts.entry(block).or_insert(part);
             *known = known.and(part);
         };
@@ -310,12 +310,14 @@ impl Naming<'_> {
         let holders = references::scan(self.memory.image, self.heap, |place, block, source| {
             if is_cxx && !self.is_named(block as usize) {
                 let owner = source.and_then(|_| owner_at(place));
+                let owner = (owner, source.is_some());
                 shapes.at(place, block, |block, shape| add(block, shape, owner));
             }
         });
         if is_cxx {
             nodes::find(self.memory, self.heap, |block, shape, container| {
-                add(block, shape, owner_at(container));
+                let is_inside = self.heap.block_at(container).is_some();
+                add(block, shape, (owner_at(container), is_inside));
             });
         }
         let mut parts: Vec<_> = parts.into_iter().collect();
@@ -365,16 +367,18 @@ struct ContainerPart {
     shape: Shape,
     /// Number of the class whose object contains the container.
     owner: Option<usize>,
-    /// Whether containers in objects of several classes have the part.
+    /// Whether a container is in a block that is no object of that class. One of the two containers is stale, and it
+    /// is not known which.
     shared: bool,
 }
 
 impl ContainerPart {
-    fn new(shape: Shape, owner: Option<usize>) -> Self {
+    /// Makes a part of a container that is in a block, if `is_inside`, and maybe in an object of a class.
+    fn new(shape: Shape, owner: Option<usize>, is_inside: bool) -> Self {
         Self {
             shape,
             owner,
-            shared: false,
+            shared: is_inside && owner.is_none(),
         }
     }
 
@@ -384,6 +388,7 @@ impl ContainerPart {
             return if first { self } else { other };
         }
         let shared = self.shared
+            || other.shared
             || other.owner.is_some() && self.owner.is_some() && self.owner != other.owner;
         Self {
             shape: self.shape,

@@ -97,7 +97,19 @@ impl<'a> Shapes<'a> {
             let word = before.and_then(|before| self.memory.word(before));
             word.is_some_and(|word| self.classes.is_stream_buffer(word))
         };
-        !is_iterator && !begins(8) && !begins(32)
+        !is_iterator && !begins(8) && !begins(32) && !self.is_in_stdio_file(place)
+    }
+
+    /// Whether a place is among the pointers of a stdio stream (`FILE`) of glibc, which follow a word with a magic
+    /// number in its upper half.
+    fn is_in_stdio_file(&self, place: u64) -> bool {
+        const MAGIC: u64 = 0xfbad;
+        const POINTERS: u64 = 11;
+        (1..=POINTERS).any(|before| {
+            let flags = place.checked_sub(8 * before);
+            let flags = flags.and_then(|flags| self.memory.word(flags));
+            flags.is_some_and(|flags| flags >> 16 & 0xffff == MAGIC)
+        })
     }
 
     /// Returns the numbers of the nodes of a deque at `place`: `{ map, its size, begin, end }`, where begin and end
@@ -251,6 +263,12 @@ mod tests {
         assert_eq!(told(&sample, &[520]), [(0, Shape::Vector)]);
         sample.words(at(1) + 24, &[at(0)]);
         assert_eq!(told(&sample, &[520]), []);
+        // The buffer of a stream of stdio: the base, the place and the end for writing.
+        sample.words(at(1) + 24, &[0]);
+        sample.words(STACK + 0x40, &words(24, 1024));
+        assert_eq!(told(&sample, &[1032]), [(0, Shape::Vector)]);
+        sample.words(STACK + 0x20, &[0xfbad_2a84]);
+        assert_eq!(told(&sample, &[1032]), []);
     }
 
     #[test]

@@ -162,3 +162,15 @@ fn names_of_gigabytes_are_bounded() {
     let bytes: usize = names.types().iter().map(|of| of.name.len()).sum();
     assert!(bytes <= MAX_NAMES && bytes > 0, "{bytes}");
 }
+
+#[test]
+fn a_stale_container_in_another_block_leaves_no_owner() {
+    let of = |owner, is_inside| ContainerPart::new(Shape::String, owner, is_inside);
+    let (in_object, in_block, outside) = (of(Some(3), true), of(None, true), of(None, false));
+    assert_eq!(in_object.and(in_object).owner, Some(3));
+    // A register or the stack keeps copies of the words for a while.
+    assert_eq!(outside.and(in_object).owner, Some(3));
+    assert_eq!(in_object.and(outside).owner, Some(3));
+    assert_eq!(in_object.and(in_block).owner, None);
+    assert_eq!(in_block.and(in_object).and(in_object).owner, None);
+}
