@@ -1,16 +1,16 @@
 //! Memory of a process that has an interpreter, and the addresses of files and of the program in this memory.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use crate::code::elf_file::Elf;
-use crate::process::proc::{self, Mapping, Stat};
+use crate::process::proc::Mapping;
+use crate::process::reader::RemoteMemory;
+pub(super) use crate::process::reader::layout;
 
 /// Memory of a process. The bytes that are read are untrusted.
-pub(crate) struct Memory(File);
+pub(crate) struct Memory(RemoteMemory);
 
 impl Memory {
     /// Opens the memory of a process.
@@ -18,7 +18,7 @@ impl Memory {
     /// # Errors
     /// If the process has exited, or may not be read.
     pub(crate) fn open(pid: u32) -> Result<Self> {
-        let memory = File::open(proc::file(pid, "mem"));
+        let memory = RemoteMemory::open(pid);
         memory
             .map(Self)
             .context("failed to read the memory of a process")
@@ -27,9 +27,10 @@ impl Memory {
     /// Reads memory into a buffer and fills the buffer.
     ///
     /// # Errors
-    /// If a part of the range is not mapped.
+    /// If a part of the range is not mapped, or the process does not answer.
     pub(crate) fn read_exact(&self, bytes: &mut [u8], address: u64) -> io::Result<()> {
-        self.0.read_exact_at(bytes, address)
+        bytes.copy_from_slice(&self.read(address, bytes.len())?);
+        Ok(())
     }
 
     /// Reads `length` bytes at an address.
@@ -37,8 +38,10 @@ impl Memory {
     /// # Errors
     /// If a part of the range is not mapped.
     pub(crate) fn read(&self, address: u64, length: usize) -> io::Result<Vec<u8>> {
-        let mut bytes = vec![0; length];
-        self.read_exact(&mut bytes, address)?;
+        let bytes = self.0.read(address, length)?;
+        if bytes.len() < length {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         Ok(bytes)
     }
 
@@ -66,13 +69,12 @@ impl Memory {
     /// # Errors
     /// If the address is not mapped.
     pub(crate) fn c_string(&self, address: u64, most: usize) -> Result<String> {
-        let mut bytes = vec![0; most];
         // The text may be the last in its mapping: then the read returns fewer bytes.
-        let length = self
+        let bytes = self
             .0
-            .read_at(&mut bytes, address)
+            .read(address, most)
             .context("failed to read the memory of a process")?;
-        let text = bytes[..length].split(|&byte| byte == 0).next();
+        let text = bytes.split(|&byte| byte == 0).next();
         Ok(String::from_utf8_lossy(text.unwrap_or_default()).into_owned())
     }
 }
@@ -89,23 +91,4 @@ pub(crate) fn bias(elf: &Elf<'_>, mapping: &Mapping) -> Option<u64> {
         .address
         .wrapping_add(mapping.file_offset.wrapping_sub(segment.file_offset));
     Some(mapping.range.start.wrapping_sub(at))
-}
-
-/// Returns a number that identifies where exec has placed the program of a process: the `layout` of `unwind_space()`
-/// on the BPF side.
-///
-/// # Errors
-/// If the process has exited, or may not be read.
-pub(crate) fn layout(pid: u32) -> Result<u64> {
-    // Numbers of fields in proc_pid_stat(5).
-    const END_CODE: usize = 27;
-    const START_STACK: usize = 28;
-    const START_DATA: usize = 45;
-    let stat = Stat::read(proc::file(pid, "stat"))?;
-    let field = |number| stat.field::<u64>(number).context("too few fields");
-    let (code, stack, data) = (field(END_CODE)?, field(START_STACK)?, field(START_DATA)?);
-    if stack <= 1 {
-        bail!("not allowed to read where process {pid} has its program");
-    }
-    Ok((stack ^ code).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ data)
 }

@@ -1,5 +1,6 @@
 //! Guard process that outlives the tool, to undo temporary changes if the tool is killed.
 
+use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use anyhow::{Context, Result};
@@ -41,16 +42,21 @@ impl Guard {
             }),
             ForkResult::Child => {
                 let _ = setsid();
-                for &(first, last) in &others {
-                    // SAFETY: closes descriptors that the child does not use again.
-                    unsafe { libc::close_range(first, last, 0) };
-                }
+                close_all(&others);
                 while read(&wait, &mut [0]) == Err(Errno::EINTR) {}
                 work();
                 // SAFETY: ends the child at once, without running the parent's exit handlers.
                 unsafe { libc::_exit(0) }
             }
         }
+    }
+}
+
+impl Guard {
+    /// Starts the guard's work, and does not wait for it.
+    pub(crate) fn detach(mut self) {
+        self.release = None;
+        mem::forget(self);
     }
 }
 
@@ -61,8 +67,16 @@ impl Drop for Guard {
     }
 }
 
+/// Closes these ranges of descriptors, in a child that does not use them again.
+pub(super) fn close_all(ranges: &[(u32, u32)]) {
+    for &(first, last) in ranges {
+        // SAFETY: takes integers.
+        unsafe { libc::close_range(first, last, 0) };
+    }
+}
+
 /// Returns the ranges of descriptors between these sorted ones, each with its first and last descriptor.
-fn gaps(kept: &[RawFd]) -> Vec<(u32, u32)> {
+pub(super) fn gaps(kept: &[RawFd]) -> Vec<(u32, u32)> {
     let kept = kept.iter().map(|fd| fd.cast_unsigned());
     let starts = [0].into_iter().chain(kept.clone().map(|fd| fd + 1));
     let ends = kept.chain([u32::MAX]);

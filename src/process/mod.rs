@@ -14,6 +14,7 @@
 //! | [`origin`] | the time and the thread of an event |
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
+//! | `reader` | files of a process that may never answer, read by a child |
 //! | [`smaps`] | resident and swapped bytes of each mapping |
 //! | [`traced_code`] | the code that traced processes have mapped, kept up to date |
 //! | [`translator`] | programs that read other programs' code as data |
@@ -32,6 +33,7 @@ pub mod mapped_file;
 pub mod mapping_log;
 pub mod origin;
 pub mod proc;
+pub(crate) mod reader;
 pub mod smaps;
 pub mod traced_code;
 pub mod translator;

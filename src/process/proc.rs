@@ -19,6 +19,7 @@ use crate::host::page_size;
 use crate::parse;
 use crate::print::text;
 use crate::process::mapped_file::{self, MappedFile};
+use crate::process::reader;
 
 /// Reads a field of a file such as `/proc/PID/status`; the field's name includes the colon. The file need not be
 /// UTF-8: it contains the process's name, which can be any bytes.
@@ -279,8 +280,13 @@ impl Process {
     /// # Errors
     /// If /proc/PID/maps cannot be read.
     pub fn mappings(&self) -> Result<Vec<Mapping>> {
-        let maps = fs::read(self.file("maps"))
-            .with_context(|| format!("failed to read the mappings of process {}", self.pid))?;
+        let maps = if self.pid == std::process::id() {
+            fs::read(self.file("maps"))
+        } else {
+            reader::read_file(self.pid, "maps", usize::MAX)
+        };
+        let maps =
+            maps.with_context(|| format!("failed to read the mappings of process {}", self.pid))?;
         Ok(Mapping::parse_list(&maps).collect())
     }
 

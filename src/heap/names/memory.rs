@@ -1,11 +1,9 @@
 //! Memory in which names are found: the image of a process, and its modules' memory that is not copied.
 
-use std::fs::File;
-use std::io;
-use std::os::unix::fs::FileExt;
+use anyhow::Result;
 
 use crate::heap::image::Image;
-use crate::process::proc;
+use crate::process::reader::RemoteMemory;
 
 /// Memory of the program and its libraries that is read-only, and so was not copied: vtables, and the names of
 /// classes. This memory is the same later as when the image was taken.
@@ -14,24 +12,29 @@ pub trait Modules {
     fn read(&self, address: u64, buffer: &mut [u8]) -> bool;
 }
 
-/// Memory of a running process. Nothing can be read once the process has exited or runs another program: the open
-/// file belongs to the address space, and not to the PID.
+/// Memory of a running process. Nothing can be read once the process has exited or runs another program.
 #[derive(Debug)]
-pub struct RunningModules(File);
+pub struct RunningModules(RemoteMemory);
 
 impl RunningModules {
     /// Opens the memory that a process has now. The caller must hold the process, so that its PID means no other.
     ///
     /// # Errors
     /// If the process has exited, or may not be looked at.
-    pub fn open(pid: u32) -> io::Result<Self> {
-        File::open(proc::file(pid, "mem")).map(Self)
+    pub fn open(pid: u32) -> Result<Self> {
+        RemoteMemory::open(pid).map(Self)
     }
 }
 
 impl Modules for RunningModules {
     fn read(&self, address: u64, buffer: &mut [u8]) -> bool {
-        self.0.read_exact_at(buffer, address).is_ok()
+        match self.0.read(address, buffer.len()) {
+            Ok(bytes) if bytes.len() == buffer.len() => {
+                buffer.copy_from_slice(&bytes);
+                true
+            }
+            _ => false,
+        }
     }
 }
 

@@ -22,19 +22,14 @@ mod locate;
 mod offsets;
 pub(crate) mod pythons;
 
-use std::fs::File;
-use std::io::Read;
-
-use crate::process::proc;
+use crate::process::reader;
 
 /// Returns whether all objects of a process come from malloc, including objects of 512 bytes or less, because the
 /// environment variable `PYTHONMALLOC` asks for malloc.
 fn allocates_by_malloc(pid: u32) -> bool {
-    const MAX_ENVIRON: u64 = 4 << 20;
-    let mut environment = Vec::new();
-    let read = File::open(proc::file(pid, "environ"))
-        .and_then(|file| file.take(MAX_ENVIRON).read_to_end(&mut environment));
-    read.is_ok() && asks_for_malloc(&environment)
+    const MAX_ENVIRON: usize = 4 << 20;
+    reader::read_file(pid, "environ", MAX_ENVIRON)
+        .is_ok_and(|environment| asks_for_malloc(&environment))
 }
 
 fn asks_for_malloc(environment: &[u8]) -> bool {

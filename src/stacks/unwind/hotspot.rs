@@ -1,12 +1,13 @@
 //! Whether HotSpot's generated code can be walked by frame pointers: HotSpot keeps them if it was started with
 //! `-XX:+PreserveFramePointer`.
 
-use std::fs;
-
 use memchr::memmem;
 
 use super::UnwindTarget;
-use crate::process::proc;
+use crate::process::reader;
+
+/// Maximum number of bytes that are read of a command line, and of an environment.
+const MAX_OPTIONS: usize = 4 << 20;
 
 const OPTION: &[u8] = b"PreserveFramePointer";
 
@@ -21,7 +22,7 @@ pub(super) fn keep_frame_pointers(whose: &UnwindTarget) -> bool {
 /// Whether a process was started with the option, by its environment (`JAVA_TOOL_OPTIONS`), its command line, and the
 /// command that it is to execute.
 fn keeps(pid: u32, line: &str) -> bool {
-    let of_process = |what| fs::read(proc::file(pid, what)).unwrap_or_default();
+    let of_process = |what| reader::read_file(pid, what, MAX_OPTIONS).unwrap_or_default();
     is_on(
         &[
             &of_process("environ"),
