@@ -10,9 +10,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::ffi::OsStr;
 use std::fmt;
-use std::fs;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -20,8 +18,6 @@ use std::thread::{self, JoinHandle};
 use anyhow::{Context, Result, bail, ensure};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{Link, Object, OpenObject, OpenProgramMut, PrintLevel, ProgramMut, ProgramType};
-use nix::fcntl::OFlag;
-use nix::unistd::{ForkResult, close, fork, pipe2, read, setsid};
 
 use crate::bpf::btf_subset::{self, KernelTypes};
 use crate::bpf::fentry_id;
@@ -387,60 +383,6 @@ pub fn detach(links: Vec<Link>) {
             scope.spawn(move || drop(link));
         }
     });
-}
-
-/// Detaches links that have perf events of their own, such as perf uprobes. The kernel removes such events one after
-/// the other, 0.1 s each. A child process waits for that, and ends with the last event. When this function returns,
-/// the events are disabled.
-pub fn detach_in_background(links: Vec<Link>) {
-    let Ok(held) = hold_links() else {
-        return detach(links);
-    };
-    // Dropping the links disables the events, but closes none: the child has them open, too.
-    drop(links);
-    drop(held);
-}
-
-/// Files that a link with a perf event consists of, as the symlinks in `/proc/PID/fd` name them.
-const HELD: [&str; 2] = ["anon_inode:[perf_event]", "anon_inode:bpf_link"];
-
-/// Forks a process that keeps our perf events and links open, and nothing else, until the returned descriptor is
-/// dropped.
-fn hold_links() -> Result<OwnedFd> {
-    let (until, held) = pipe2(OFlag::O_CLOEXEC)?;
-    let (has_closed, closes) = pipe2(OFlag::O_CLOEXEC)?;
-    let mut others = Vec::new();
-    for entry in fs::read_dir("/proc/self/fd")? {
-        let entry = entry?;
-        let file: RawFd = entry.file_name().to_string_lossy().parse()?;
-        let what = fs::read_link(entry.path())?;
-        if !HELD.iter().any(|held| what.as_os_str() == *held)
-            && ![until.as_raw_fd(), closes.as_raw_fd()].contains(&file)
-        {
-            others.push(file);
-        }
-    }
-    // SAFETY: the child has no thread but this one, so another thread can have left a lock taken for ever. The child
-    // takes no lock: all it does is system calls.
-    match unsafe { fork() }? {
-        ForkResult::Parent { .. } => {
-            // The child must not be the last to close any other file, as that can take long: wait until it has closed
-            // them.
-            drop(closes);
-            read(&has_closed, &mut [0])?;
-            Ok(held)
-        }
-        ForkResult::Child => {
-            for file in &others {
-                let _ = close(*file);
-            }
-            drop(closes);
-            let _ = setsid();
-            let _ = read(&until, &mut [0]);
-            // SAFETY: _exit() ends this process, and runs nothing of ours.
-            unsafe { libc::_exit(0) }
-        }
-    }
 }
 
 #[cfg(test)]

@@ -14,10 +14,12 @@
 //! | [`origin`] | the time and the thread of an event |
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
+//! | `mmap_lock` | locks of processes' address spaces, and whether each can be taken |
 //! | `reader` | files of a process that may never answer, read by a child |
 //! | [`smaps`] | resident and swapped bytes of each mapping |
 //! | [`traced_code`] | the code that traced processes have mapped, kept up to date |
 //! | [`translator`] | programs that read other programs' code as data |
+//! | [`uprobes`] | registration and removal of uprobes without harm to any process |
 //! | [`address_space`] | current and earlier code mappings of processes |
 
 pub mod address_space;
@@ -31,9 +33,11 @@ pub mod guard;
 pub mod inherited;
 pub mod mapped_file;
 pub mod mapping_log;
+pub(crate) mod mmap_lock;
 pub mod origin;
 pub mod proc;
 pub(crate) mod reader;
 pub mod smaps;
 pub mod traced_code;
 pub mod translator;
+pub mod uprobes;

@@ -1,6 +1,7 @@
 //! Tools that run as root, on targets of an unprivileged user who has put something hostile where the tools look
 //! (tests/hostile). The traces are complete all the same, and the tools end when they are told to.
 
+mod fuse;
 mod slow_files;
 mod storms;
 
@@ -41,7 +42,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_sandboxed_target_lives,
         names_of_a_library_are_not_forged [Once, UserNamespaces],
     };
-    [own, slow_files::tests(), storms::tests()]
+    [own, fuse::tests(), slow_files::tests(), storms::tests()]
         .into_iter()
         .flatten()
         .collect()

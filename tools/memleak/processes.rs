@@ -63,6 +63,7 @@ use memtools::print::output::Output;
 use memtools::process::command::HeldCommand;
 use memtools::process::container::CgroupResolver;
 use memtools::process::proc::Process;
+use memtools::process::uprobes;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Wake;
 use memtools::run::priority;
@@ -76,6 +77,7 @@ memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [bloc
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_uprobes()?;
+    uprobes::expect_free_locks()?;
     attach::capture_log(args.verbose);
     let mut wanted = VerdictInputs::read(args)?;
     let exports = args.exports()?;

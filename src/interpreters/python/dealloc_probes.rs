@@ -3,7 +3,7 @@
 use std::ffi::CString;
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
@@ -18,6 +18,7 @@ use perf_event::{Builder, Counter};
 use perf_event_open_sys::bindings::perf_event_attr;
 
 use crate::process::mapped_file::MappedFile;
+use crate::process::uprobes;
 
 /// BPF programs that forget a code object: the skeleton's `unwind_code_dies` and `unwind_code_dies_too`.
 pub(super) struct Programs(pub(super) [OwnedFd; 2]);
@@ -25,9 +26,26 @@ pub(super) struct Programs(pub(super) [OwnedFd; 2]);
 /// Probes on one file, which stay attached until the value is dropped.
 pub(super) enum DeallocProbes {
     /// A link, on Linux 6.6 and later. A link needs no CAP_SYS_ADMIN, and skips no run of the program.
-    Link(#[expect(dead_code, reason = "held")] OwnedFd),
+    Link(OwnedFd),
     /// Perf events, one for each of the two programs.
-    Events(#[expect(dead_code, reason = "held")] [Counter; 2]),
+    Events([Counter; 2]),
+}
+
+impl DeallocProbes {
+    /// Removes the probes of several files.
+    pub(super) fn remove(all: impl Iterator<Item = Self>) {
+        let mut held = Vec::new();
+        for probes in all {
+            match probes {
+                Self::Link(link) => held.push(link),
+                Self::Events(events) => held.extend(events.map(|event| {
+                    // SAFETY: the descriptor is the event's own, which nothing else uses or closes any more.
+                    unsafe { OwnedFd::from_raw_fd(event.into_raw_fd()) }
+                })),
+            }
+        }
+        uprobes::remove(held);
+    }
 }
 
 /// Error: the kernel requires CAP_SYS_ADMIN for a uprobe, and this process does not have the capability.
@@ -50,6 +68,10 @@ impl Programs {
         file: &MappedFile,
         offset: u64,
     ) -> Result<Result<DeallocProbes, Refused>> {
+        uprobes::register(|| self.register(file, offset))
+    }
+
+    fn register(&self, file: &MappedFile, offset: u64) -> Result<Result<DeallocProbes, Refused>> {
         let Self([first, second]) = self;
         if let Ok(link) = link(first, file, offset) {
             return Ok(Ok(DeallocProbes::Link(link)));

@@ -123,6 +123,12 @@ impl Pythons {
     }
 }
 
+impl Drop for Pythons {
+    fn drop(&mut self) {
+        DeallocProbes::remove(self.probes.drain().map(|(_, probes)| probes));
+    }
+}
+
 /// Outcome of looking for the Python of a process.
 enum Outcome {
     Found,

@@ -387,7 +387,7 @@ impl Unwinder {
     /// # Errors
     /// If the counts of the BPF programs cannot be read, or the output cannot be written to.
     pub fn report(mut self, output: &mut Output) -> Result<()> {
-        let tables = self.worker.take().map(Worker::stop);
+        let tables = self.worker.take().and_then(Worker::stop);
         let summary = Summary::read(self.mode, &self.slots, &self.missing, tables.as_ref())?;
         summary.tell(output)
     }

@@ -119,8 +119,8 @@ fn is_wanted(tables: &Tables, mapping: &Mapping) -> bool {
 /// The thread that makes tables.
 pub(super) struct Worker {
     /// Write end of a pipe. When it is dropped, and so closed, the thread stops.
-    stop: PipeWriter,
-    thread: JoinHandle<Tables>,
+    stop: Option<PipeWriter>,
+    thread: Option<JoinHandle<Tables>>,
 }
 
 impl Worker {
@@ -152,12 +152,26 @@ impl Worker {
                 answers.tables
             })
             .context("failed to start a thread")?;
-        Ok(Self { stop, thread })
+        Ok(Self {
+            stop: Some(stop),
+            thread: Some(thread),
+        })
     }
 
-    pub(super) fn stop(self) -> Tables {
-        drop(self.stop);
-        join(self.thread)
+    /// Stops the thread. Returns its tables.
+    pub(super) fn stop(mut self) -> Option<Tables> {
+        self.stop = None;
+        self.thread.take().map(join)
+    }
+}
+
+impl Drop for Worker {
+    /// Waits for the thread, also after an error: the end of this process would interrupt the removal of its uprobes.
+    fn drop(&mut self) {
+        self.stop = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
     }
 }
 

@@ -54,6 +54,8 @@ pub(crate) enum Need {
     SmallThp,
     /// Huge pages that the kernel makes of a process's present memory on request (MADV_COLLAPSE).
     Collapse,
+    /// A machine of our own with file systems of user programs (FUSE), which may freeze.
+    Fuse,
     /// Namespaces of unprivileged users, which some systems forbid.
     UserNamespaces,
     /// Soft-dirty marks of the pages that a process has written.
@@ -74,6 +76,10 @@ impl Need {
             ),
             Need::Disk => (env::var_os("MEMTOOLS_DISK").is_some(), "no disk of our own"),
             Need::Guest => (in_guest(), "would use up this machine's memory"),
+            Need::Fuse => (
+                in_guest() && Path::new("/dev/fuse").exists(),
+                "no guest with FUSE, which such a process could freeze",
+            ),
             Need::Zswap => (
                 Path::new("/sys/module/zswap").exists(),
                 "this kernel is built without zswap",

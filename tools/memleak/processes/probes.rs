@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::fs;
-use std::thread;
+use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, bail, ensure};
 use libbpf_rs::{Link, MapCore, MapFlags, ProgramImpl, UprobeMultiOpts, UprobeOpts};
@@ -12,6 +12,7 @@ use memtools::host::capabilities::{self, Capability};
 use memtools::host::kernel_log;
 use memtools::print::clock;
 use memtools::process::proc::Process;
+use memtools::process::uprobes;
 use memtools::stacks::unwind::Unwinder;
 use perf_event::events::Software;
 use perf_event::{Builder, Counter};
@@ -83,7 +84,7 @@ pub(super) enum AttachMode {
 
 /// Loads the BPF programs and attaches the probes, in the best way that this kernel has.
 pub(crate) fn attach(target: &Targets, args: &Args) -> Result<Started> {
-    wake_uprobes();
+    let woken = wake_uprobes();
     let session = Variant::new("uprobe session", || {
         if !kernel_support::btf_has_name("BPF_TRACE_UPROBE_SESSION") {
             bail!("not on this kernel (6.13 and later)");
@@ -101,7 +102,10 @@ pub(crate) fn attach(target: &Targets, args: &Args) -> Result<Started> {
         start(AttachMode::Plain, target, args)
     });
     let variants = [session, multi, cookies, plain];
-    let (how, (attached, links, unwinder)) = attach::first_that_works(args.verbose, variants)?;
+    let started = attach::first_that_works(args.verbose, variants);
+    // The end of this process would interrupt the removal of the first uprobe.
+    let _ = woken.join();
+    let (how, (attached, links, unwinder)) = started?;
     Ok((Attached { how, ..attached }, links, unwinder))
 }
 
@@ -191,8 +195,8 @@ impl Attached {
     /// Detaches the probes.
     pub(crate) fn detach(&self, links: Vec<Link>) {
         match self.way {
-            AttachMode::Session | AttachMode::Multi => attach::detach(links),
-            AttachMode::Cookies | AttachMode::Plain => attach::detach_in_background(links),
+            AttachMode::Session | AttachMode::Multi => uprobes::remove(links),
+            AttachMode::Cookies | AttachMode::Plain => uprobes::remove_in_background(links),
         }
     }
 
@@ -266,12 +270,10 @@ impl Attached {
                     },
                     ..UprobeOpts::default()
                 };
-                links.push(program.attach_uprobe_with_opts(
-                    pid,
-                    object.file.path(),
-                    offset,
-                    opts,
-                )?);
+                let path = object.file.path();
+                links.push(uprobes::register(|| {
+                    Ok(program.attach_uprobe_with_opts(pid, path, offset, opts)?)
+                })?);
             }
         }
         Ok(links)
@@ -311,7 +313,8 @@ fn multi_links<const PROGRAMS: usize>(
         .filter(|(_, opts)| !opts.offsets.is_empty());
     with_places
         .map(|(program, opts)| {
-            Ok(program.attach_uprobe_multi_with_opts(pid, object.file.path(), "", opts)?)
+            let path = object.file.path();
+            uprobes::register(|| Ok(program.attach_uprobe_multi_with_opts(pid, path, "", opts)?))
         })
         .collect()
 }
@@ -330,8 +333,8 @@ fn places<'a>(functions: impl IntoIterator<Item = &'a Function>) -> UprobeMultiO
 }
 
 /// Attaches a first uprobe in the background, while the program is loaded. The kernel waits for a grace period for it,
-/// 12 to 30 ms. Uprobes that follow within another grace period need not wait.
-fn wake_uprobes() {
+/// 12 to 30 ms. Uprobes that follow within another grace period need not wait. The thread ends by itself.
+fn wake_uprobes() -> JoinHandle<()> {
     let probe = || -> Result<Counter> {
         let kind = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type")?;
         let path = CString::new(OWN_PROGRAM)?;
@@ -341,10 +344,10 @@ fn wake_uprobes() {
         attributes.config = 0;
         attributes.uprobe_path = path.as_ptr().expose_provenance() as u64;
         attributes.probe_offset = own_function()?;
-        Ok(probe.build()?)
+        uprobes::register(|| Ok(probe.build()?))
     };
     // If that fails, the probes become live all the same, only later.
-    thread::spawn(move || probe().ok());
+    thread::spawn(move || drop(probe().ok()))
 }
 
 /// Probes a function of our own by a link as for a target, and has another thread call the function. On some kernels
@@ -356,7 +359,9 @@ fn check_all_threads_hit(skel: &Loaded) -> Result<Link> {
     };
     let pid = std::process::id().cast_signed();
     let program = &skel.progs.trial;
-    let link = program.attach_uprobe_multi_with_opts(pid, OWN_PROGRAM, "", opts)?;
+    let link = uprobes::register(|| {
+        Ok(program.attach_uprobe_multi_with_opts(pid, OWN_PROGRAM, "", opts)?)
+    })?;
     let thread = thread::spawn(|| called_by_a_thread());
     ensure!(thread.join().is_ok(), "a thread of memleak's own failed");
     let bss = skel.maps.bss_data.as_deref();

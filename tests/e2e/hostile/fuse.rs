@@ -1,0 +1,91 @@
+//! Processes that map a file whose server, which is theirs, never answers.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use libtest_mimic::Trial;
+use tempfile::TempDir;
+
+use super::{NOBODY, text};
+use crate::harness::{self, Tool, Workload};
+use crate::{brkstack, memleak};
+
+/// Returns the tests of this module.
+pub(super) fn tests() -> Vec<Trial> {
+    harness::tests! { "hostile":
+        a_lock_that_is_held_refuses_probes [Fuse],
+        probes_outlast_a_lock_that_is_held [Fuse],
+        memory_that_never_answers_keeps_no_tool_waiting [Fuse],
+    }
+}
+
+/// Time within which a process is forked on a machine that is not frozen, also if the machine is emulated.
+const FORK: Duration = Duration::from_secs(5);
+
+/// Starts the hostile program, and returns the folder on which it has mounted its file system.
+fn start(what: &str) -> Result<(TempDir, Workload)> {
+    fs::set_permissions("/dev/fuse", fs::Permissions::from_mode(0o666))?;
+    let folder = harness::scratch()?;
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777))?;
+    let hostile = Workload::start("hostile-fuse", &[what, text(folder.path())])?;
+    Ok((folder, hostile))
+}
+
+/// Fails if processes are not forked in time.
+fn expect_forks() -> Result<()> {
+    let begun = Instant::now();
+    ensure!(Command::new("true").status()?.success());
+    ensure!(begun.elapsed() < FORK, "{:?}", begun.elapsed());
+    Ok(())
+}
+
+fn a_lock_that_is_held_refuses_probes() -> Result<()> {
+    let target = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let (_folder, hostile) = start("lock")?;
+    let ended = Tool::start("memleak", &["-p", &target.pid(), "1", "1"])?.wait()?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    let who = format!(
+        "process {} (hostile-fuse) of user {NOBODY} has held",
+        hostile.pid()
+    );
+    ensure!(ended.stderr.contains(&who), "{ended:?}");
+    expect_forks()?;
+
+    drop(hostile);
+    let ended = Tool::start("memleak", &["-p", &target.pid(), "1", "1"])?.wait()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok(())
+}
+
+fn probes_outlast_a_lock_that_is_held() -> Result<()> {
+    let target = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let mut tool = Tool::start("memleak", &["-p", &target.pid(), "60"])?;
+    tool.wait_for_stderr(memleak::READY)?;
+    let (_folder, hostile) = start("lock")?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(ended.stderr.contains("in the background"), "{ended:?}");
+    expect_forks()?;
+    drop(hostile);
+    Ok(())
+}
+
+fn memory_that_never_answers_keeps_no_tool_waiting() -> Result<()> {
+    const GROWN: u64 = 31;
+    let mut good = Workload::start("brk", &[&GROWN.to_string(), "0", "0"])?;
+    let (_folder, hostile) = start("java")?;
+    let pids = [hostile.pid(), good.pid()].join(",");
+    let mut tool = Tool::start("brkstack", &["-p", &pids])?;
+    tool.wait_for_stderr(brkstack::READY)?;
+    good.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let who = format!("process {} (hostile-fuse) did not answer", hostile.pid());
+    ensure!(ended.stderr.contains(&who), "{ended:?}");
+    let whole = format!("main;grow_heap {GROWN}\n");
+    ensure!(ended.stdout.contains(&whole), "{ended:?}");
+    Ok(())
+}
