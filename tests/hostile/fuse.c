@@ -187,7 +187,7 @@ static char *map_own_file(const char *folder, bool for_root)
 	return memory;
 }
 
-/* Has a child read memory of this process, and returns when the server has been asked for it. */
+/* Has a child read memory of this process, and returns when the server has the request. */
 static void hold_lock(const char *memory)
 {
 	char path[64], byte;
