@@ -5,6 +5,7 @@
 //! before the server does. The process is not read again for some time, and a message names it.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
@@ -106,9 +107,9 @@ impl RemoteMemory {
                 break;
             };
             let page = at & !(PAGE - 1);
-            if !cache.pages.contains_key(&page) {
+            if let Entry::Vacant(place) = cache.pages.entry(page) {
                 match self.read_page(page) {
-                    Ok(read) => cache.pages.insert(page, read),
+                    Ok(read) => place.insert(read),
                     Err(error) if bytes.is_empty() => return Err(error),
                     Err(_) => break,
                 };

@@ -41,6 +41,9 @@ pub fn expect_free_locks() -> Result<()> {
 /// Removes uprobes, given as their links or events, and waits until they are removed. If a process holds its lock, the
 /// removal is left to a process that waits for the lock, and a message says so.
 pub fn remove<T: AsFd>(held: Vec<T>) {
+    if held.is_empty() {
+        return;
+    }
     let files: Vec<BorrowedFd<'_>> = held.iter().map(AsFd::as_fd).collect();
     let busy = busy_process();
     let share = files.len().div_ceil(REMOVERS).max(1);
