@@ -8,15 +8,17 @@
 use std::ffi::CString;
 use std::fmt;
 use std::fs;
-use std::io::{PipeReader, Read, pipe};
+use std::io::{ErrorKind, PipeReader, Read, pipe};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
+use nix::sys::statfs::{FsType, statfs};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork};
 
@@ -122,7 +124,36 @@ static CHECKED: Mutex<Option<Instant>> = Mutex::new(None);
 static READ_LOCKS: LazyLock<bool> =
     LazyLock::new(|| kernel_support::btf_has_name("expand_stack_locked"));
 
+/// Folder with a subfolder for each FUSE file system of the machine, where its control file system is mounted.
+const FUSE_CONNECTIONS: &str = "/sys/fs/fuse/connections";
+
+/// Whether a server of a FUSE file system has a request that it has not answered. Also true if this cannot be seen.
+fn fuse_waits() -> bool {
+    const FUSE_CTL_SUPER_MAGIC: i64 = 0x6573_5543;
+    let seen = match statfs(FUSE_CONNECTIONS) {
+        // The kernel has no FUSE.
+        Err(Errno::ENOENT) => return false,
+        Ok(file_system) => file_system.filesystem_type() == FsType(FUSE_CTL_SUPER_MAGIC),
+        Err(_) => false,
+    };
+    let (true, Ok(connections)) = (seen, fs::read_dir(FUSE_CONNECTIONS)) else {
+        return true;
+    };
+    connections.flatten().any(|connection| {
+        match fs::read_to_string(connection.path().join("waiting")) {
+            Ok(requests) => requests.trim() != "0",
+            // The file system may have been unmounted.
+            Err(error) => error.kind() != ErrorKind::NotFound,
+        }
+    })
+}
+
 /// Checks that the lock of each process can be taken for writing. The check is left out if one has just succeeded.
+///
+/// Each process is checked, whatever it maps: the mappings of one that holds its lock cannot be read.
+///
+/// Before Linux 6.5 and 6.1.37, a process's peak of resident memory starts again with the check. So a check for writing
+/// is left out there while no FUSE request waits, as then none can keep a lock held.
 ///
 /// Processes in other PID namespaces, and processes that a security module hides, are not seen.
 ///
@@ -147,12 +178,9 @@ pub(crate) fn check_all() -> Result<(), CheckError> {
         .zip(&answers)
         .filter(|(_, answer)| **answer == NO_SPACE)
     {
-        let threads = fs::read_dir(format!("/proc/{pid}/task"))
-            .into_iter()
-            .flatten()
-            .flatten();
-        let others = threads.filter(|thread| thread.file_name().to_str() != Some(&pid.to_string()));
-        of_threads.extend(others.map(|thread| (*pid, thread.path().display().to_string())));
+        let threads = proc::tids(*pid).unwrap_or_default();
+        let others = threads.into_iter().filter(|tid| tid != pid);
+        of_threads.extend(others.map(|tid| (*pid, format!("/proc/{pid}/task/{tid}"))));
     }
     ask(&of_threads)?;
     *checked = Some(Instant::now());
@@ -171,7 +199,7 @@ fn ask(tasks: &[(u32, String)]) -> Result<Vec<u8>, CheckError> {
         Ok(paths.collect::<Result<_, _>>()?)
     };
     let memory = names("mem")?;
-    let clear_refs = if *READ_LOCKS {
+    let clear_refs = if *READ_LOCKS || !fuse_waits() {
         Vec::new()
     } else {
         names("clear_refs")?
@@ -212,7 +240,7 @@ fn collect(mut from: &PipeReader, wanted: usize) -> Result<Vec<u8>> {
     while answers.len() < wanted {
         let mut source = [PollFd::new(from.as_fd(), PollFlags::POLLIN)];
         match poll(&mut source, PollTimeout::from(PATIENCE_MS)) {
-            Err(nix::errno::Errno::EINTR) => continue,
+            Err(Errno::EINTR) => continue,
             Ok(0) => break,
             polled => polled.context("failed to wait for a child")?,
         };
