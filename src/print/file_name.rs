@@ -7,6 +7,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -291,7 +292,8 @@ impl FileName {
     /// # Errors
     /// If the folder cannot be written to.
     pub fn create_draft(&self, mode: Mode) -> Result<Draft<'_>> {
-        let random = getrandom::u64().map_err(io::Error::from)?;
+        // The crate getrandom would open /dev/urandom in a static program, and a container may lack it.
+        let random = RandomState::new().hash_one(self.name.as_os_str());
         let name = OsString::from(format!(".memtools-{random:016x}"));
         let flags =
             OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
