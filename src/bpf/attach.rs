@@ -317,7 +317,7 @@ fn attach_program(program: &ProgramMut<'_>) -> Result<Link> {
 }
 
 /// Returns the names of the programs that a tool loads to trace system calls: those on tracepoints, and those on the
-/// system calls' functions where they are of use ([`kernel_support::preempts_system_call_programs`]).
+/// system calls' functions where they are of use (`kernel_support::preempts_system_call_programs`).
 pub fn programs_on_system_calls<'a>(
     tracepoints: &[&'a str],
     functions: &[&'a str],

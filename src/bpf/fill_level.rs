@@ -50,7 +50,7 @@ impl FillLevel {
         Ok(level)
     }
 
-    /// Returns the number of entries in the table: those that [`FillLevel::reset`] was given, and those that programs
+    /// Returns the number of entries in the table: those that `FillLevel::reset` was given, and those that programs
     /// have added since.
     ///
     /// # Errors

@@ -36,7 +36,7 @@
 //! | what | differs | what follows |
 //! |---|---|---|
 //! | a program on a raw tracepoint | it can be preempted from 7.0 on, and is skipped meanwhile for all other tasks of its CPU | [`preempts_raw_tracepoints`], by the release: programs on tracefs' tracepoints come first there |
-//! | a system call's tracepoint | preempted and skipped in 7.2 | [`preempts_system_call_programs`]: kprobes instead |
+//! | a system call's tracepoint | preempted and skipped in 7.2 | `preempts_system_call_programs`: kprobes instead |
 //! | a system call's tracepoint | its programs get no kernel stack before 6.12 (376bd59e2a04) | [`system_call_programs_lack_kernel_stacks`], by the release: the raw tracepoints of all system calls for `brkstack -K` |
 //! | a raw tracepoint's program that interrupts itself | skipped from 6.1 on | `memleak -k`: two programs on each |
 //! | a uprobe | a perf event each, with a cookie from 5.15 on; one link for all from 6.6, and for entry and return from 6.13 | the ladder of memleak ([`attach`]) |
@@ -57,5 +57,4 @@
 //! [`attach`]: crate::bpf::attach
 //! [`first_name_in_btf`]: crate::bpf::kernel_support::first_name_in_btf
 //! [`preempts_raw_tracepoints`]: crate::bpf::kernel_support::preempts_raw_tracepoints
-//! [`preempts_system_call_programs`]: crate::bpf::kernel_support::preempts_system_call_programs
 //! [`system_call_programs_lack_kernel_stacks`]: crate::bpf::kernel_support::system_call_programs_lack_kernel_stacks

@@ -48,10 +48,10 @@ impl Cpus {
         self.online.iter().copied()
     }
 
-    /// Returns a descriptor that is readable when [`Cpus::newly_online`] may return CPUs.
+    /// Returns a descriptor that is readable when `Cpus::newly_online` may return CPUs.
     ///
     /// # Errors
-    /// If the kernel provides no device events here: then [`Cpus::newly_online`] returns no CPUs.
+    /// If the kernel provides no device events here: then `Cpus::newly_online` returns no CPUs.
     pub fn events(&self) -> Result<BorrowedFd<'_>, Errno> {
         self.events
             .as_ref()

@@ -1,7 +1,7 @@
 //! Registration and removal of uprobes without harm to any process.
 //!
 //! For both the kernel takes the lock of each process that maps the file, while no process of the machine can fork
-//! ([`mmap_lock`]). A removal that is interrupted by SIGKILL leaves breakpoints in the processes ("failed to unregister,
+//! (`mmap_lock`). A removal that is interrupted by SIGKILL leaves breakpoints in the processes ("failed to unregister,
 //! leaking uprobe" in the kernel's log), so it is done by guard processes, which are in no process group of ours.
 
 use std::fs;
