@@ -35,8 +35,10 @@ const PIECE: u64 = 1 << 20;
 /// Bytes of a file that are mapped at once, to see which of its pages are in the page cache.
 const WINDOW: u64 = 1 << 30;
 /// File systems whose files are read from the page cache, without a server or a device that may not answer.
-const FILE_SYSTEMS: [&str; 10] = [
+const FILE_SYSTEMS: [&str; 11] = [
     "tmpfs",
+    // The root of an initial RAM file system, a tmpfs or a ramfs.
+    "rootfs",
     "devtmpfs",
     "ramfs",
     "hugetlbfs",
