@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use crate::export::atomic_file::Refreshed;
+use crate::export::atomic_file::{AtomicFile, Refreshed};
 use crate::print::histogram::Histogram;
 use crate::print::message;
 
@@ -43,7 +43,8 @@ impl MetricsArgs {
     /// If the file cannot be written.
     pub fn open(&self, families: &[&'static Family]) -> Result<Metrics> {
         let path = self.metrics.as_deref();
-        let file = path.map(Refreshed::at).transpose()?;
+        let file = path.map(AtomicFile::readable_at).transpose()?;
+        let file = file.map(Refreshed::of);
         let mut metrics = Metrics {
             file,
             kept: families

@@ -24,7 +24,7 @@ use crate::bpf::kretprobe;
 use crate::export::perfetto::Tracks;
 use crate::parse::{self, UsageError};
 use crate::print::message;
-use crate::print::output::{Format, Output, ReaderStalled};
+use crate::print::output::{Format, Output, ReaderStalled, StopSignals};
 use crate::process::inherited;
 use crate::run::complete;
 use crate::run::poll::Poller;
@@ -178,16 +178,20 @@ impl CommonArgs {
 /// If the file cannot be written to.
 pub fn start<'a>(format: Format, file: Option<&Path>) -> Result<(Poller<'a>, Output)> {
     let mut poller = Poller::new()?;
+    let arrived = SignalFd::with_flags(&inherited::stop_signals(), SfdFlags::SFD_CLOEXEC);
+    let stop = StopSignals {
+        arrived: arrived.context("failed to open a signalfd")?,
+        taken: poller.stopped(),
+    };
     let output = match file {
-        Some(path) => Output::file(format, path)?,
-        None => {
-            let stop = SignalFd::with_flags(&inherited::stop_signals(), SfdFlags::SFD_CLOEXEC);
-            let stop = stop.context("failed to open a signalfd")?;
-            Output::stdout(format, stop, poller.stopped())
-        }
+        Some(path) => Output::file(format, path, stop)?,
+        None => Output::stdout(format, stop)?,
     };
     if output.is_stdout() {
         poller.watch_stdout();
+    }
+    if let Some(is_rotated) = output.rotation() {
+        poller.rotate_at_hangup(is_rotated);
     }
     Ok((poller, output))
 }
