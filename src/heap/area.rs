@@ -77,6 +77,22 @@ impl Area {
         self.mapping.inode != 0
     }
 
+    /// Whether the area is shared memory that no file on a disk is behind, by its name.
+    pub fn is_in_memory(&self) -> bool {
+        const NAMES: [&[u8]; 4] = [b"/dev/zero", b"/dev/shm/", b"/SYSV", b"/memfd:"];
+        NAMES.iter().any(|name| self.name().starts_with(name))
+    }
+
+    /// Whether the area is a device's or the kernel's memory. Reading the registers of a device can change them. The
+    /// kernel refuses most such reads (VM_IO, VM_PFNMAP).
+    pub(super) fn is_of_device(&self) -> bool {
+        let starts = |prefix: &[u8]| self.name().starts_with(prefix);
+        starts(b"/dev/") && !starts(b"/dev/shm/") && !starts(b"/dev/zero")
+            || [&b"anon_inode:"[..], b"[vvar", b"[vsyscall"]
+                .into_iter()
+                .any(starts)
+    }
+
     /// Whether the area is private memory without a file, which is what allocators map.
     pub fn is_private_anonymous(&self) -> bool {
         let name = self.name();

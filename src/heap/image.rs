@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use memmap2::MmapMut;
 
 use crate::heap::area::Area;
+use crate::heap::file_words::FileWords;
 use crate::heap::idle::IdlePages;
 use crate::heap::kernel::KernelWord;
 use crate::heap::page_index::{PAGE, PageIndex};
@@ -34,6 +35,8 @@ pub struct Image {
     pub unread: u64,
     /// Words that the kernel keeps for the process, if they were asked for.
     pub kernel_words: Vec<KernelWord>,
+    /// Words of mapped files in pages that are not in the memory, if they were wanted.
+    pub file_words: FileWords,
     /// Pages that nobody has used for a while, if the process was watched for them.
     pub idle: Option<IdlePages>,
     pub(super) memory: Memory,

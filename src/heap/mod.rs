@@ -12,6 +12,7 @@
 //! | [`area`] | a mapping, with its permissions |
 //! | [`blocks`] | the blocks of a heap, and the lookup of a block by an address in it |
 //! | [`walk`] | the heaps of a process, walked in further images until one is complete |
+//! | [`file_words`] | words of mapped files in pages that the process's page table lacks |
 //! | [`glibc`] | the heap of glibc's malloc |
 //! | [`jemalloc`] | the heap of jemalloc |
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
@@ -25,12 +26,14 @@
 //! | [`kernel`] | words that the kernel keeps for a process |
 //! | [`roots`] | the places where references begin |
 //! | [`reach`] | the blocks that are reachable, and by which chain |
+//! | [`runtimes`] | runtimes with heaps of their own: V8, the JVM, Go
 //! | [`growth`] | the blocks that grow in number over several images |
 
 pub mod area;
 pub mod blocks;
 pub mod capture;
 mod clear_refs;
+pub mod file_words;
 pub mod glibc;
 pub mod growth;
 pub mod idle;
@@ -44,5 +47,6 @@ mod page_runs;
 pub mod reach;
 mod realtime;
 pub mod roots;
+pub mod runtimes;
 mod untrusted;
 pub mod walk;

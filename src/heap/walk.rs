@@ -96,6 +96,10 @@ impl Walked {
 /// Supported allocators and their versions, as messages name them.
 const KNOWN: &str = "glibc's malloc (2.26 to 2.43), musl's (1.2.1 and later) or jemalloc (5.3)";
 
+/// Remedy for an allocator without a walk, as the end of a message.
+const INSTEAD: &str =
+    "; tracing works with it: memleak without --heap, --types, --verdict or --growth";
+
 /// Returns the coverage of a process in which no known heap was found.
 fn why_not_found(image: &Image) -> Coverage {
     if let Some(place) = glibc::broken_ring(image) {
@@ -104,7 +108,8 @@ fn why_not_found(image: &Image) -> Coverage {
             address: Some(place),
         };
     }
-    let why = format!("no heap of {KNOWN} was found, and there is no walk of other allocators");
+    let why =
+        format!("no heap of {KNOWN} was found, and there is no walk of other allocators{INSTEAD}");
     Coverage::Unknown { why }
 }
 
@@ -120,11 +125,11 @@ fn not_walked(image: &Image) -> Option<String> {
     Some(match loaded.next()? {
         ("jemalloc", path) => {
             format!(
-                "{path} is no jemalloc of a version that is known, and no heap of {KNOWN} was found"
+                "{path} is no jemalloc of a version that is known, and no heap of {KNOWN} was found{INSTEAD}"
             )
         }
         (name, path) => format!(
-            "there is no walk of the heap of {name}, which it has loaded ({path}); no heap of {KNOWN} was found"
+            "there is no walk of the heap of {name}, which it has loaded ({path}); no heap of {KNOWN} was found{INSTEAD}"
         ),
     })
 }

@@ -36,6 +36,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         labelled_programs_are_told_apart [Once],
         types_that_grow_are_told_with_their_rate [Once],
         a_held_type_is_told_with_what_holds_it [Once],
+        growth_outside_of_the_heap_is_told_by_its_part [Once],
+        cycles_of_python_are_no_cache [Once],
         what_protected_memory_may_refer_to_is_not_judged [Once],
         growth_ends_early_by_a_signal_or_with_the_process [Once],
         what_becomes_another_program_is_refused [Once],
@@ -157,6 +159,107 @@ fn a_held_type_is_told_with_what_holds_it() -> Result<()> {
         ensure!(holder.contains("growth`sessions"), "{held}");
     }
     Ok(())
+}
+
+/// Checks that the parts of the resident memory add up to all of it, and returns the growth of a part.
+fn growth_of_part(head: &Value, part: &str) -> Result<f64> {
+    let parts = head["parts"].as_array().context("no parts")?;
+    for end in ["first", "last"] {
+        let sum: Result<f64> = parts.iter().map(|part| number(part, end)).sum();
+        let (sum, all) = (sum?, number(&head["resident_bytes"], end)?);
+        ensure!(sum == all, "{sum} of {all}: {head}");
+    }
+    let row = parts.iter().find(|row| row["part"] == part);
+    let row = row.with_context(|| format!("no {part} in {head}"))?;
+    Ok(number(row, "last")? - number(row, "first")?)
+}
+
+fn growth_outside_of_the_heap_is_told_by_its_part() -> Result<()> {
+    for part in ["mapped", "shared"] {
+        let (workload, tool) = watch(part, 7, 3, &["-j"])?;
+        let rows = tool.wait()?.objects()?;
+        end(workload)?;
+        let head = &rows[0];
+        ensure!(
+            head["verdict"] == "elsewhere" && head["cause"] == part,
+            "{head}"
+        );
+        let grown = growth_of_part(head, part)?;
+        let all = &head["resident_bytes"];
+        let all = number(all, "last")? - number(all, "first")?;
+        ensure!(grown > 0.9 * all && grown % 65536.0 == 0.0, "{head}");
+    }
+    Ok(())
+}
+
+fn cycles_of_python_are_no_cache() -> Result<()> {
+    let folder = harness::scratch()?;
+    for (how, verdict) in [("cycles", "cycles"), ("cache", "unbounded")] {
+        let mut python = Command::new("python3");
+        let script = harness::sources().join("growing.py");
+        let mut workload = Workload::spawn(python.current_dir(folder.path()).arg(script).arg(how))?;
+        let args = [
+            "-jp",
+            &workload.pid(),
+            "--growth",
+            "4",
+            "--max-pause",
+            "60000",
+        ];
+        let mut tool = Tool::start("memleak", &args)?;
+        tool.wait_for_stderr("is watched for")?;
+        workload.go()?;
+        let rows = tool.wait()?.objects()?;
+        ensure!(rows[0]["verdict"] == verdict, "{how}: {}", rows[0]);
+        growth_of_part(&rows[0], "in_use")?;
+        expect_next_to_answer(&workload, rows[0]["next"].as_str().unwrap_or_default())?;
+        if how == "cache" {
+            expect_lists_of_records(&workload)?;
+        }
+        end(workload)?;
+    }
+    Ok(())
+}
+
+/// Expects that the next command names blocks by --why, and finds them.
+fn expect_next_to_answer(workload: &Workload, next: &str) -> Result<()> {
+    let own = format!("memleak -p {} --verdict --why ", workload.pid());
+    let question = next
+        .strip_prefix(&own)
+        .with_context(|| format!("{next:?}"))?;
+    let args = [
+        "-jp",
+        &workload.pid(),
+        "--verdict",
+        "--max-pause",
+        "60000",
+        "--why",
+    ];
+    let question = question.trim_matches('\'');
+    let rows = harness::run("memleak", &[&args[..], &[question]].concat())?.objects()?;
+    let why = rows.iter().find(|row| row["type"] == "why");
+    let blocks = why.and_then(|why| why["blocks"].as_u64());
+    ensure!(blocks > Some(100), "{next}: {why:?}");
+    Ok(())
+}
+
+/// Expects that the lists of the objects of Record are shown as held by these, although other blocks are of the same
+/// type.
+fn expect_lists_of_records(workload: &Workload) -> Result<()> {
+    let args = ["-jp", &workload.pid(), "--verdict", "--max-pause", "60000"];
+    let rows = harness::run("memleak", &args)?.objects()?;
+    let lists = row(&rows, "held by list")?;
+    let chain = lists["chain"].as_array().context("no chain")?;
+    let is_record = |holder: &Value| {
+        holder
+            .as_str()
+            .is_some_and(|one| one.starts_with("Record ["))
+    };
+    ensure!(chain.iter().any(is_record), "{lists}");
+    ensure!(number(lists, "held_percent")? > 50.0, "{lists}");
+    let next = rows.last().context("no rows")?;
+    ensure!(next["type"] == "next", "{next}");
+    expect_next_to_answer(workload, next["command"].as_str().unwrap_or_default())
 }
 
 fn what_protected_memory_may_refer_to_is_not_judged() -> Result<()> {

@@ -18,6 +18,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         blocks_are_lost_or_held_as_the_program_made_them,
         a_leak_fails_a_test_that_wants_none,
         what_is_not_known_as_a_whole_is_not_judged [Once],
+        pages_that_are_absent_hold_blocks,
         a_database_under_load_has_no_leak [Host],
         a_database_with_jemalloc_has_no_leak [Host],
         blocks_of_jemalloc_are_judged [Once],
@@ -184,6 +185,42 @@ fn what_is_not_known_as_a_whole_is_not_judged() -> Result<()> {
     )?;
     let damaged = Workload::start("heap", &["0", "0", "corrupt"])?;
     refused(damaged, "no verdict: the heap of process ").map(drop)
+}
+
+/// Only pages that the process's page table lacks refer to some blocks. Nothing is mapped into the process to read
+/// these pages, and nothing is called a leak if they cannot be read.
+fn pages_that_are_absent_hold_blocks() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("table");
+    let path = path.to_str().context("a path in UTF-8")?;
+    for how in ["fork", "dontneed", "readonly", "packed", "file", "private"] {
+        let mut workload = Workload::start("elsewhere", &[how, "1009", path])?;
+        let rows = judge(&workload.pid(), &[])?;
+        let (lost, held) = (blocks(&rows, "leak", 3000), blocks(&rows, "held", 1000));
+        ensure!(
+            lost == (7, 0) && held == (1009, 0),
+            "{how}: {lost:?}, {held:?}: {rows:?}"
+        );
+        ensure!(rows[0]["unreachable"]["blocks"] == 7, "{how}: {rows:?}");
+        let facts = workload.work()?;
+        ensure!(
+            facts["used"] == "1009" && facts["resident"] == "0",
+            "{how}: {facts:?}"
+        );
+    }
+    let mut workload = Workload::start("elsewhere", &["disk", "1009", path])?;
+    let ended = harness::run("memleak", &["-p", &workload.pid(), "--verdict"])?;
+    let facts = workload.work()?;
+    // A file system in memory has no pages on disk.
+    let is_unknown = ended.status.code() == Some(1)
+        && ended.stderr.contains("shared memory or of mapped files")
+        && ended.stdout.is_empty();
+    let is_known = ended
+        .stdout
+        .contains("21,000 bytes in 7 blocks unreachable");
+    ensure!(is_unknown || is_known, "{ended:?}");
+    ensure!(facts["used"] == "1009", "{facts:?}");
+    Ok(())
 }
 
 /// A word that CPython has left in reused memory can hide a few lost objects, but invents none.

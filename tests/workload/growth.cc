@@ -15,6 +15,8 @@
  *	arenas	   starts threads, each of which leaves an arena that is nearly all free
  *	forks	   starts children that allocate and exit
  *	protected  loses requests, and has written memory that it may not read
+ *	mapped	   maps private memory, and writes it
+ *	shared	   maps shared memory, and writes it
  *	idle	   does nothing
  *
  * The facts are the number of blocks that are lost or held in the end, and the
@@ -188,6 +190,16 @@ static bool is_enough()
 	return poll(&input, 1, 10) > 0;
 }
 
+static STEP void map_and_write(int kind)
+{
+	void *at = mmap(nullptr, 16 * PAGE, PROT_READ | PROT_WRITE, kind | MAP_ANONYMOUS, -1, 0);
+
+	if (at == MAP_FAILED)
+		die("cannot map: %s", strerror(errno));
+	memset(at, 1, 16 * PAGE);
+	blocks++;
+}
+
 int main(int argc, char **argv)
 {
 	if (argc != 4)
@@ -234,6 +246,8 @@ int main(int argc, char **argv)
 		} else if (label == "forks") {
 			if (round % 8 == 0)
 				start_child(rate / 10);
+		} else if (label == "mapped" || label == "shared") {
+			map_and_write(label == "shared" ? MAP_SHARED : MAP_PRIVATE);
 		} else if (label != "idle") {
 			die("no label '%s'", label.c_str());
 		}

@@ -20,6 +20,7 @@ use anyhow::{Result, bail};
 use memtools::heap::capture::Request;
 use memtools::heap::growth::follow::Follower;
 use memtools::heap::growth::judge::{self, Judgement, Point};
+use memtools::heap::runtimes::Runtime;
 use memtools::process::container::CgroupInfo;
 use memtools::process::proc::{self, Process};
 use memtools::run::poll::Poller;
@@ -85,6 +86,8 @@ struct Study<'a> {
     left_out: u64,
     children: Children,
     found: LastReferences,
+    /// Runtime with a heap of its own.
+    runtime: Option<Runtime>,
 }
 
 /// References to blocks, as found in the last images.
@@ -92,6 +95,8 @@ struct Study<'a> {
 struct LastReferences {
     /// Blocks that nothing refers to. None if they are not known.
     lost: Option<HashSet<BlockId>>,
+    /// Bytes of new blocks that only cycles of CPython's objects hold.
+    cycles: u64,
     /// Holders of the groups that grow, by the groups' numbers.
     holders: HashMap<u32, String>,
 }
@@ -123,6 +128,7 @@ impl<'a> Study<'a> {
             left_out: 0,
             children: Children::of(process.pid()),
             found: LastReferences::default(),
+            runtime: Runtime::find(&look.image.areas),
         };
         study.add(&look);
         study.took.0 = study.begin.elapsed();
@@ -217,13 +223,14 @@ impl<'a> Study<'a> {
     /// Takes the last image, and finds what refers to the blocks in it. Blocks count as lost only if they are lost in
     /// one more image, too.
     fn look_at_last(&mut self, top: usize) -> Result<()> {
-        let Some(look) = self.look()? else {
+        let Some(mut look) = self.look()? else {
             return Ok(());
         };
         let reach = look.reach()?;
         let groups: HashSet<u32> = self.growing().into_iter().take(top).collect();
         self.found.holders = look.holders(&reach, self.follower.blocks(), &groups);
-        let lost = snapshot::lost(&look, &reach)?;
+        self.found.cycles = look.new_in_cycles(&reach, self.follower.blocks());
+        let lost = snapshot::lost(&look, &reach);
         // The first copy is freed before the second one is taken.
         drop((look, reach));
         self.found.lost = match lost {
@@ -236,11 +243,12 @@ impl<'a> Study<'a> {
     /// Returns those of the blocks that are lost in one more image, too. Returns None if that is not known.
     fn still_lost(&mut self, lost: &HashSet<BlockId>) -> Result<Option<HashSet<BlockId>>> {
         thread::sleep(verdict::BETWEEN);
-        let Some(again) = self.take_or_tell()? else {
+        let Some(mut again) = self.take_or_tell()? else {
             return Ok(None);
         };
         self.pauses_us.push(again.image.paused.as_micros() as u64);
-        let still = snapshot::lost(&again, &again.reach()?)?;
+        let reach = again.reach()?;
+        let still = snapshot::lost(&again, &reach);
         Ok(still.map(|still| lost & &still))
     }
 

@@ -24,6 +24,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use memtools::heap::blocks::{Coverage, Heap};
 use memtools::heap::capture::{self, Request};
+use memtools::heap::file_words;
 use memtools::heap::image::Image;
 use memtools::heap::kernel::{self, KernelWord};
 use memtools::heap::names::{self as types, RunningModules, pymalloc};
@@ -44,7 +45,7 @@ use idle::Idle;
 pub(crate) use judge::lost_blocks;
 use judge::{Judgement, Kind, Sum};
 pub(crate) use names::RootNames;
-use report::{Held, Lost, Memcheck, Origin, Suppressed, Trace, Verdict, What};
+use report::{Chain, Held, Lost, Memcheck, Next, Origin, Suppressed, Trace, Verdict, What};
 use stacks::{Stacks, SymbolizedStacks, Untraced};
 use suppressions::Suppressions;
 use traced_blocks::TracedBlocks;
@@ -52,6 +53,11 @@ use why::{Branch, Why};
 
 /// Maximum number of blocks of a chain that are shown.
 const CHAIN: usize = 6;
+/// Largest difference between the size of a block and that of its chunk, or that which the program has requested, in
+/// bytes.
+const HEADER: u64 = 16;
+/// Smallest share of a group's bytes whose holder is shown beside that of most bytes.
+const OTHER_HOLDER: f64 = 0.1;
 /// Time between two images, in which a reference that is in transit arrives.
 pub(crate) const BETWEEN: Duration = Duration::from_millis(100);
 
@@ -103,9 +109,13 @@ pub(crate) fn expect_whole(walked: &Walked) -> Result<()> {
     capture::expect_memory_to_judge(pid, walked.heap.blocks().len())
 }
 
-/// Refuses to judge if the process has written memory that it may not read now. Such memory is not in the image, and
-/// the process can remove its protection again.
-fn expect_readable(image: &Image) -> Result<()> {
+/// Refuses to judge if the process has memory that may hold references and is not in the image: memory that it has
+/// written and may not read now, as the process can remove the protection again, and pages of mapped files that are
+/// neither in its page table nor in the page cache.
+///
+/// # Errors
+/// If there is such memory. The error says how much.
+pub(crate) fn expect_readable(image: &Image) -> Result<()> {
     let pid = image.pid;
     let protected = protected_bytes(image)?;
     if protected > 0 {
@@ -115,6 +125,14 @@ fn expect_readable(image: &Image) -> Result<()> {
             text::bytes(protected)
         );
     }
+    let unexamined = image.file_words.unexamined;
+    if unexamined > 0 {
+        bail!(
+            "no verdict on process {pid}: {} of shared memory or of mapped files are in swap, on disk, or not shown to \
+             us, and may hold references; once they are in memory again, try again",
+            text::bytes(unexamined)
+        );
+    }
     Ok(())
 }
 
@@ -122,7 +140,7 @@ fn expect_readable(image: &Image) -> Result<()> {
 ///
 /// # Errors
 /// If its mappings cannot be read.
-pub(crate) fn protected_bytes(image: &Image) -> Result<u64> {
+fn protected_bytes(image: &Image) -> Result<u64> {
     Ok(judge::protected_bytes(image, &smaps::read(image.pid)?))
 }
 
@@ -207,6 +225,7 @@ impl<'a> HeapAnalysis<'a> {
             mut image, heap, ..
         } = walked;
         image.kernel_words = kept;
+        image.file_words = file_words::read(&image);
         let (heap, pools) = pymalloc::with_pools(&image, heap);
         // The types of CPython objects are needed to judge them.
         let types = (pools.blocks > 0).then(|| types_of(process, &image, &heap));
@@ -262,29 +281,67 @@ impl<'a> HeapAnalysis<'a> {
             output.row(&Suppressed { name, sum })?;
         }
         let questions = self.questions(args, kind, &known);
-        let starts = (!questions.is_empty()).then(|| self.reach.starts());
-        let start = |block: usize| match &starts {
-            Some(starts) => self.reach.start(starts, block),
-            None => self.reach.chain(block).1,
-        };
+        let starts = self.reach.starts();
+        let start = |block: usize| self.reach.start(&starts, block);
         let asked = questions
             .iter()
             .flat_map(|(_, blocks)| blocks.iter().take(judge::MAX_TREE_BLOCKS));
-        let examples = held.iter().map(|group| &group.example);
-        let roots = examples.chain(asked).filter_map(|&block| start(block));
+        let sampled = held.iter().flat_map(|group| group.sample());
+        let roots = sampled.chain(asked.copied()).filter_map(start);
         let names = RootNames::of(&self.image, roots);
+        let root = |block: usize| names.variable(&self.image, start(block));
         for group in &held {
             let origin = origin_of(group, stacks)?;
-            output.row(&self.held(group, kind, &names, origin))?;
+            let chain = |holder: &judge::Holder| {
+                let root = names.root(&self.image, start(holder.example));
+                self.chain(holder, kind, root, |at| self.is_own(&types, at))
+            };
+            output.row(&self.held(group, kind, root, chain, origin))?;
         }
         for (question, blocks) in &questions {
-            let root = |block: usize| names.variable(&self.image, start(block));
             output.row(&self.why(question, blocks, kind, root))?;
         }
         if args.verdict.memcheck {
             output.row(&Memcheck::from(&judgement.sums))?;
         }
+        if let Some(next) = self.next(args, &judgement) {
+            output.row(&next)?;
+        }
         Ok(judgement.sums.unreachable.blocks)
+    }
+
+    /// Returns the command to run next: what has allocated the leak, what holds the largest group, or how it grows.
+    fn next(&self, args: &Args, judgement: &Judgement) -> Option<Next> {
+        let pid = self.image.pid;
+        if self.trace.is_some_and(|trace| trace.at_exit) {
+            return None;
+        }
+        let largest = judgement.held.iter().find_map(|group| group.kind.as_ref());
+        let (command, to) = match largest {
+            _ if judgement.sums.unreachable.blocks > 0 && self.trace.is_none() => (
+                format!("memleak -p {pid} --verdict=60"),
+                "what allocates the leak",
+            ),
+            Some(kind) if args.verdict.why.is_empty() => {
+                let question = judge::question(kind);
+                let command = format!(
+                    "memleak -p {pid} --verdict --why {}",
+                    shell_words::quote(&question)
+                );
+                (command, "what holds the largest group")
+            }
+            _ => (format!("memleak -p {pid} --growth 60"), "whether it grows"),
+        };
+        Some(Next { command, to })
+    }
+
+    /// Whether a block is an object of one of the program's own types.
+    fn is_own(&self, types: &types::Names, block: usize) -> bool {
+        types.of_block(block).is_some_and(|of| match of.kind {
+            types::Kind::Class => true,
+            types::Kind::Python => !judge::is_plain_python(&of.name),
+            _ => false,
+        })
     }
 
     fn verdict(&self, judgement: &Judgement, args: &Args) -> Verdict {
@@ -308,27 +365,51 @@ impl<'a> HeapAnalysis<'a> {
         &self,
         group: &judge::Group,
         kind: impl Fn(usize) -> Kind,
-        names: &RootNames,
+        root: impl Fn(usize) -> String,
+        chain: impl Fn(&judge::Holder) -> Chain,
         origin: Option<Origin>,
     ) -> Held {
         let heap = &self.heap;
-        let (chain, root) = self.reach.chain(group.example);
-        let shown = chain.iter().take(CHAIN);
+        let bytes = |block: usize| self.seen.bytes(block, &heap.blocks()[block]);
+        let way = |block: usize| judge::way(&self.reach, block, root(block), &kind);
+        let holders = group.holders(bytes, way);
+        let example = judge::Holder {
+            example: group.example,
+            share: 1.0,
+        };
+        let (first, others) = holders.split_first().unwrap_or((&example, &[]));
+        let others = others.iter().filter(|other| other.share >= OTHER_HOLDER);
         Held {
             what: What::of(group.kind.as_ref()),
             blocks: group.sum.blocks,
             bytes: group.sum.bytes,
             idle: self.image.idle.as_ref().map(|_| group.idle.into()),
-            address: format!("{:#x}", heap.blocks()[group.example].address),
-            chain: shown
-                .map(|&by| {
-                    text::escape(&judge::describe(&kind(by), &heap.blocks()[by])).into_owned()
-                })
-                .collect(),
-            chain_blocks: chain.len(),
-            root: names.root(&self.image, root),
+            holder: chain(first),
+            other_holders: others.map(chain).collect(),
             origin,
             is_traced: self.trace.is_some(),
+        }
+    }
+
+    /// Describes the chain that holds the example of a holder, from the root with this name.
+    fn chain(
+        &self,
+        holder: &judge::Holder,
+        kind: impl Fn(usize) -> Kind,
+        root: String,
+        is_own: impl Fn(usize) -> bool,
+    ) -> Chain {
+        let blocks = self.heap.blocks();
+        let (chain, _) = self.reach.chain(holder.example);
+        let indexes = judge::shown(chain.len(), CHAIN, |at| is_own(chain[at]));
+        let label = |by: usize| text::escape(&judge::describe(&kind(by), &blocks[by])).into_owned();
+        Chain {
+            held_percent: (holder.share * 1000.0).round() / 10.0,
+            address: format!("{:#x}", blocks[holder.example].address),
+            chain: indexes.iter().map(|&at| label(chain[at])).collect(),
+            chain_blocks: chain.len(),
+            root,
+            indexes,
         }
     }
 
@@ -346,19 +427,36 @@ impl<'a> HeapAnalysis<'a> {
                 let block = heap.block_at(address);
                 block.map(|(block, _)| block).into_iter().collect()
             }
-            WhyQuery::Size(bytes) => all()
-                .filter(|&block| {
-                    let of = &heap.blocks()[block];
-                    of.size == bytes || self.seen.bytes(block, of) == bytes
-                })
-                .collect(),
+            WhyQuery::Sizes { sizes, unnamed } => {
+                let of_size = |sizes: &std::ops::RangeInclusive<u64>| -> Vec<usize> {
+                    let is_it = |&block: &usize| {
+                        let of = &heap.blocks()[block];
+                        let traced = self.seen.bytes(block, of);
+                        (sizes.contains(&of.size) || sizes.contains(&traced))
+                            && !(unnamed && matches!(kind(block), Kind::Type(_)))
+                    };
+                    all().filter(is_it).collect()
+                };
+                let found = of_size(&sizes);
+                // The size that the program has requested, or that of the chunk with its header.
+                let (first, last) = (*sizes.start(), *sizes.end());
+                let near = first.saturating_sub(HEADER)..=last.saturating_add(HEADER);
+                if found.is_empty() && first == last {
+                    of_size(&near)
+                } else {
+                    found
+                }
+            }
             WhyQuery::Name(name) => {
                 let by_it = |block: usize| {
                     let born = self.seen.born(block);
                     born.is_some_and(|born| known.has_function(born.key, &name))
                 };
-                let is_it =
-                    |&block: &usize| kind(block) == Kind::Type(name.clone()) || by_it(block);
+                let is_it = |&block: &usize| {
+                    let bytes = heap.blocks()[block].size;
+                    matches!(kind(block), Kind::Type(of) if args::is_named(&name, &of, bytes))
+                        || by_it(block)
+                };
                 all().filter(is_it).collect()
             }
         };

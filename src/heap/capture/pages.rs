@@ -205,14 +205,7 @@ fn is_own_memory(area: &Area) -> bool {
 
 /// Returns the selection of pages to copy from an area.
 fn wanted(area: &Area) -> Wanted {
-    let name = area.name();
-    let starts = |prefix: &[u8]| name.starts_with(prefix);
-    // Reading the registers of a device can change them. The kernel refuses most such reads (VM_IO, VM_PFNMAP).
-    let device = starts(b"/dev/") && !starts(b"/dev/shm/") && !starts(b"/dev/zero")
-        || starts(b"anon_inode:")
-        || starts(b"[vvar")
-        || starts(b"[vsyscall");
-    if device || !area.readable {
+    if area.is_of_device() || !area.readable {
         Wanted::Nothing
     } else if area.writable {
         Wanted::Present

@@ -18,9 +18,10 @@ const OF_TYPE: Thresholds = Thresholds {
 const REPLACED: f64 = 0.5;
 /// Part of growth that has to be lost to make it a leak.
 const LEAK: f64 = 0.1;
-/// Ratio of a heap's growth to the growth of its blocks in use. Above this ratio, it is the free memory between the
-/// blocks that grows.
-const FRAGMENTED: f64 = 2.0;
+/// Bytes from which on a leak is worth a mention beside a larger growth of another kind.
+pub const LEAK_BYTES: u64 = 64 << 10;
+/// Part of growth that has to be in cycles of CPython's objects to make these the cause.
+const CYCLES: f64 = 0.5;
 /// Smallest number of processes started meanwhile that makes a process a fork server.
 const FORKS: u64 = 2;
 
@@ -106,6 +107,70 @@ pub fn survival(samples: &[Sample]) -> Option<f64> {
     (all > 0).then(|| (kept as f64 / all as f64).min(1.0))
 }
 
+/// Part of a process's resident memory. The parts of a point add up to its resident bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// Blocks in use.
+    InUse,
+    /// Memory of the heap in no block, without that of [`Arenas`](Self::Arenas): free, or the allocator's own.
+    Free,
+    /// Memory of glibc's arenas but the main one, in no block.
+    Arenas,
+    /// Stacks of threads.
+    Stacks,
+    /// Heap of a runtime: V8, the JVM or Go.
+    Runtime,
+    /// Shared memory, shared mappings of files included.
+    Shared,
+    /// Files that are mapped for the process alone, with their data that the process has changed.
+    Files,
+    /// Other private memory, which the program has mapped itself.
+    Mapped,
+}
+
+impl Part {
+    /// All parts.
+    pub const ALL: [Self; 8] = [
+        Self::InUse,
+        Self::Free,
+        Self::Arenas,
+        Self::Stacks,
+        Self::Runtime,
+        Self::Shared,
+        Self::Files,
+        Self::Mapped,
+    ];
+
+    /// Returns the word for the part in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::InUse => "in_use",
+            Self::Free => "free",
+            Self::Arenas => "free_in_arenas",
+            Self::Stacks => "stacks",
+            Self::Runtime => "runtime",
+            Self::Shared => "shared",
+            Self::Files => "files",
+            Self::Mapped => "mapped",
+        }
+    }
+}
+
+/// Resident bytes of those parts of a process that are no main part of its heap.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct OtherParts {
+    /// Bytes of [`Part::Arenas`].
+    pub arenas: u64,
+    /// Bytes of [`Part::Stacks`].
+    pub stacks: u64,
+    /// Bytes of [`Part::Runtime`].
+    pub runtime: u64,
+    /// Bytes of [`Part::Shared`].
+    pub shared: u64,
+    /// Bytes of [`Part::Files`].
+    pub files: u64,
+}
+
 /// Memory of a process at one point.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Point {
@@ -121,6 +186,34 @@ pub struct Point {
     pub free_resident: u64,
     /// Bytes of the process that are resident.
     pub resident: u64,
+    /// Resident bytes by further uses.
+    pub others: OtherParts,
+}
+
+impl Point {
+    /// Returns the resident bytes of a part.
+    pub fn of(&self, part: Part) -> u64 {
+        let OtherParts {
+            arenas,
+            stacks,
+            runtime,
+            shared,
+            files,
+        } = self.others;
+        match part {
+            Part::InUse => self.heap_resident.saturating_sub(self.free_resident),
+            Part::Free => self.free_resident.saturating_sub(arenas),
+            Part::Arenas => arenas,
+            Part::Stacks => stacks,
+            Part::Runtime => runtime,
+            Part::Shared => shared,
+            Part::Files => files,
+            Part::Mapped => {
+                let known = self.heap_resident + stacks + runtime + shared + files;
+                self.resident.saturating_sub(known)
+            }
+        }
+    }
 }
 
 /// Evidence by which a process is judged.
@@ -131,6 +224,9 @@ pub struct Evidence<'a> {
     /// Bytes of the blocks allocated since the first point that nothing refers to at the end; None if that is not
     /// known.
     pub lost: Option<u64>,
+    /// Bytes of the blocks allocated since the first point that only cycles of CPython's objects hold at the end,
+    /// which its garbage collector would free.
+    pub cycles: u64,
     /// Number of processes that the process was seen to start meanwhile.
     pub forks: u64,
 }
@@ -142,6 +238,9 @@ pub enum Verdict {
     Leak,
     /// Ever more blocks, which something refers to.
     Unbounded,
+    /// Ever more blocks, at least half of which only cycles of CPython's objects hold: its garbage collector does not
+    /// run, or seldom.
+    Cycles,
     /// Ever more blocks, and it is not known what refers to them.
     Growing,
     /// Growth that has ended.
@@ -166,6 +265,7 @@ impl Verdict {
         match self {
             Self::Leak => "leak",
             Self::Unbounded => "unbounded",
+            Self::Cycles => "cycles",
             Self::Growing => "growing",
             Self::WarmUp => "warm_up",
             Self::Burst => "burst",
@@ -178,35 +278,59 @@ impl Verdict {
     }
 }
 
-/// Judges a process.
+/// Returns the part of the resident memory that has grown most, if its growth goes on, or that of the whole process.
+pub fn cause(points: &[Point]) -> Option<Part> {
+    let growth = |part: Part| match (points.first(), points.last()) {
+        (Some(first), Some(last)) => last.of(part).saturating_sub(first.of(part)),
+        _ => 0,
+    };
+    let part = Part::ALL
+        .into_iter()
+        .rev()
+        .max_by_key(|&part| growth(part))?;
+    let series = |of: &dyn Fn(&Point) -> u64| -> Vec<_> {
+        let points = points.iter();
+        points
+            .map(|point| (point.seconds, of(point) as f64))
+            .collect()
+    };
+    let grows =
+        |of: &dyn Fn(&Point) -> u64| trend::course(&series(of), OF_PROCESS) == Course::Growing;
+    let goes_on = grows(&|point| point.of(part)) || grows(&|point| point.resident);
+    (growth(part) > 0 && goes_on).then_some(part)
+}
+
+/// Judges a process, first by the part of its memory that has grown most.
 pub fn judge(evidence: Evidence<'_>) -> Verdict {
     let points = evidence.points;
     let course = |of: fn(&Point) -> u64| trend::course(&series(points, of), OF_PROCESS);
-    let grown = |of: fn(&Point) -> u64| grown(points, of);
     let live = course(|point| point.live);
-    let is_free = course(|point| point.free_resident) == Course::Growing;
-    let growth = grown(|point| point.live).max(0.0);
-    if is_free && grown(|point| point.heap_resident) > FRAGMENTED * growth {
-        return Verdict::Fragmentation;
+    let is_level = matches!(live, Course::Falling | Course::Level);
+    let is_growing = course(|point| point.resident) == Course::Growing;
+    match cause(points) {
+        Some(Part::Free | Part::Arenas) => return Verdict::Fragmentation,
+        Some(part) if is_growing && (is_level || part != Part::InUse) => return Verdict::Elsewhere,
+        _ => {}
     }
     match live {
-        Course::Growing => match evidence.lost {
-            Some(lost) if lost as f64 >= LEAK * growth => Verdict::Leak,
-            Some(_) => Verdict::Unbounded,
-            None => Verdict::Growing,
-        },
+        Course::Growing => growth_of_blocks(evidence),
         Course::Stopped => Verdict::WarmUp,
         Course::Late => Verdict::Undecided,
         Course::Burst => Verdict::Burst,
-        Course::Falling | Course::Level => {
-            if course(|point| point.resident) == Course::Growing {
-                Verdict::Elsewhere
-            } else if evidence.forks >= FORKS {
-                Verdict::ForkServer
-            } else {
-                Verdict::Steady
-            }
-        }
+        Course::Falling | Course::Level if is_growing => Verdict::Elsewhere,
+        Course::Falling | Course::Level if evidence.forks >= FORKS => Verdict::ForkServer,
+        Course::Falling | Course::Level => Verdict::Steady,
+    }
+}
+
+/// Judges growth of the blocks in use, by what refers to the new ones.
+fn growth_of_blocks(evidence: Evidence<'_>) -> Verdict {
+    let growth = grown(evidence.points, |point| point.live).max(0.0);
+    match evidence.lost {
+        Some(lost) if lost as f64 >= LEAK * growth => Verdict::Leak,
+        _ if evidence.cycles as f64 >= CYCLES * growth => Verdict::Cycles,
+        Some(_) => Verdict::Unbounded,
+        None => Verdict::Growing,
     }
 }
 

@@ -6,17 +6,20 @@
 //! - at addresses that are no multiple of 8: in packed structures, such as arrays of `struct epoll_event` (12 bytes
 //!   each);
 //! - with other data in the bits above the 47 of an address: tagged pointers, values in NaNs;
+//! - 8 or 4 bytes before a block, as pointers to arrays that are counted from 1, or one byte behind it, as the end of a
+//!   range that begins elsewhere;
 //! - as an integer of CPython, in digits of 30 bits, as ctypes and cffi give an address to a Python program.
 
 use std::ops::Range;
 
 use super::{Class, IS_ROOT, Reach};
-use crate::heap::blocks::Heap;
+use crate::heap::blocks::{Allocator, Heap};
+use crate::heap::file_words::ADDRESS;
 use crate::heap::image::Image;
 use crate::heap::roots::{self, Root};
 
-/// Mask of the bits of an address.
-const ADDRESS: u64 = (1 << 47) - 1;
+/// Largest distance of an address before a block that refers to the block, in bytes.
+const BEFORE: u64 = 8;
 
 impl Reach {
     /// Reaches lost blocks by references in other forms, and then the blocks that these refer to.
@@ -25,13 +28,29 @@ impl Reach {
             return;
         };
         let mut queue = Vec::new();
-        for range in roots::root_ranges(&roots::excluded_ranges(image, heap)) {
-            for (address, word) in disguised(image, range, &lost) {
-                if let Some(block) = self.lost_block(heap, word) {
-                    let root = self.roots.len() as u32 | IS_ROOT;
-                    self.roots.push(Root::Memory(address));
-                    self.reach(&mut queue, block, Class::Interior, root);
+        let ranges = roots::excluded_ranges(image, heap);
+        let in_memory =
+            roots::root_ranges(&ranges).flat_map(|range| disguised(image, range, &lost));
+        let in_files = image.file_words.words.iter().map(|&(at, word)| {
+            if at.is_multiple_of(8) {
+                Disguised {
+                    at,
+                    address: word & ADDRESS,
+                    is_plain: word <= ADDRESS,
                 }
+            } else {
+                Disguised {
+                    at,
+                    address: word,
+                    is_plain: false,
+                }
+            }
+        });
+        for found in in_memory.chain(in_files) {
+            for block in self.lost_blocks(heap, found).into_iter().flatten() {
+                let root = self.roots.len() as u32 | IS_ROOT;
+                self.roots.push(Root::Memory(found.at));
+                self.reach(&mut queue, block, Class::Interior, root);
             }
         }
         let reached = (0..).zip(&self.classes);
@@ -43,8 +62,8 @@ impl Reach {
                 let to = self.references.block(block, edge);
                 self.reach(&mut queue, to, Class::Interior, block);
             }
-            for (_, word) in disguised(image, heap.blocks()[block as usize].range(), &lost) {
-                if let Some(to) = self.lost_block(heap, word) {
+            for found in disguised(image, heap.blocks()[block as usize].range(), &lost) {
+                for to in self.lost_blocks(heap, found).into_iter().flatten() {
                     self.reach(&mut queue, to, Class::Interior, block);
                 }
             }
@@ -52,12 +71,39 @@ impl Reach {
         }
     }
 
-    /// Returns the range from the first to the last address of lost blocks; None if no block is lost.
+    /// Returns the range from the first to the last address of lost blocks, and near these; None if no block is lost.
     fn lost_addresses(&self, heap: &Heap) -> Option<Range<u64>> {
         let is_lost = |block: &usize| self.classes[*block] < Class::Interior;
         let first = (0..self.classes.len()).find(is_lost)?;
         let last = (0..self.classes.len()).rfind(is_lost)?;
-        Some(heap.blocks()[first].address..heap.blocks()[last].range().end)
+        let start = heap.blocks()[first].address.saturating_sub(BEFORE);
+        Some(start..heap.blocks()[last].range().end.saturating_add(1))
+    }
+
+    /// Returns the lost blocks that an address refers to: the one that contains it, the one that begins behind it, and
+    /// the one that ends before it.
+    fn lost_blocks(&self, heap: &Heap, found: Disguised) -> [Option<u32>; 3] {
+        let address = found.address;
+        let inside = self.lost_block(heap, address);
+        // jemalloc's blocks have no headers: the end of one is the start, maybe a stale one, of the next.
+        let touches = |one: &Allocator| one.name.starts_with("jemalloc");
+        if !found.is_plain
+            || heap.block_at(address).is_some()
+            || heap.allocators.iter().any(touches)
+        {
+            return [inside, None, None];
+        }
+        let before = address + if address % BEFORE == 4 { 4 } else { BEFORE };
+        let behind = |at: u64, is_near: fn(u64, u64) -> bool| {
+            let (block, offset) = heap.block_at(at)?;
+            let is_near = is_near(offset, heap.blocks()[block].size);
+            is_near.then(|| self.lost_block(heap, at)).flatten()
+        };
+        [
+            inside,
+            behind(before, |offset, _| offset == 0),
+            behind(address.wrapping_sub(1), |offset, size| offset + 1 == size),
+        ]
     }
 
     fn lost_block(&self, heap: &Heap, word: u64) -> Option<u32> {
@@ -68,13 +114,22 @@ impl Reach {
     }
 }
 
-/// Iterates over the addresses within `wanted` that are disguised in a range. Each comes after the address where it
-/// was found.
+/// Address that was found in some form.
+#[derive(Debug, Clone, Copy)]
+struct Disguised {
+    /// Address at which the word is.
+    at: u64,
+    address: u64,
+    /// Whether the word is the address and nothing else, at a multiple of 8.
+    is_plain: bool,
+}
+
+/// Iterates over the addresses within `wanted` that are disguised in a range.
 fn disguised(
     image: &Image,
     range: Range<u64>,
     wanted: &Range<u64>,
-) -> impl Iterator<Item = (u64, u64)> {
+) -> impl Iterator<Item = Disguised> {
     let runs = image.copied();
     let first = runs.partition_point(|run| run.end <= range.start);
     let runs = runs[first..]
@@ -88,14 +143,19 @@ fn disguised(
         (start..).zip(words.map(|word| u64::from_le_bytes(*word)))
     });
     let meanings = words.flat_map(|(at, word)| {
-        let meanings = if at.is_multiple_of(8) {
+        let is_word = at.is_multiple_of(8);
+        let meanings = if is_word {
             [word & ADDRESS, digits(word)]
         } else {
             [word, 0]
         };
-        meanings.map(|address| (at, address))
+        meanings.map(|address| Disguised {
+            at,
+            address,
+            is_plain: is_word && address == word,
+        })
     });
-    meanings.filter(|(_, address)| wanted.contains(address))
+    meanings.filter(|found| wanted.contains(&found.address))
 }
 
 /// Returns the number that two digits of a Python integer make; 0 if the word does not hold two digits.
@@ -141,6 +201,38 @@ mod tests {
                 (vec![], None)
             )
         );
+    }
+
+    #[test]
+    fn addresses_close_to_a_block_hold_it() {
+        for (word, expected) in [
+            (block(0) - 8, Class::Interior),
+            (block(0) - 4, Class::Interior),
+            (block(0) + 64, Class::Interior),
+            (block(0) - 16, Class::Unreachable),
+            (block(0) - 1, Class::Unreachable),
+            (block(0) + 65, Class::Unreachable),
+            (block(0) + 72, Class::Unreachable),
+        ] {
+            let mut made = process();
+            made.put(GLOBALS, word);
+            let image = made.image();
+            let reach = Reach::new(&image, &heap(1), &[]).expect("few blocks");
+            assert_eq!(reach.class(0), expected, "{word:#x}");
+            let mut in_a_file = process().image();
+            in_a_file.file_words.words = vec![(0x70_0000, word)];
+            let reach = Reach::new(&in_a_file, &heap(1), &[]).expect("few blocks");
+            assert_eq!(reach.class(0), expected, "{word:#x}");
+        }
+        let mut in_a_file = process().image();
+        in_a_file.file_words.words = vec![(0x70_0000, block(0)), (0x70_0009, block(1))];
+        let reach = Reach::new(&in_a_file, &heap(3), &[]).expect("few blocks");
+        let classes = [0, 1, 2].map(|block| reach.class(block));
+        assert_eq!(
+            classes,
+            [Class::Reachable, Class::Interior, Class::Unreachable]
+        );
+        assert_eq!(reach.chain(0).1, Some(Root::Memory(0x70_0000)));
     }
 
     #[test]

@@ -100,11 +100,30 @@ fn only_a_reference_to_the_middle_is_an_attribute() {
     made.put(GLOBALS, block(0) + 40);
     // A block that only such a block refers to has the same class.
     made.put(block(0), block(1));
-    made.put(GLOBALS + 8, block(2) + 64);
+    made.put(GLOBALS + 8, block(2) + 72);
     assert_eq!(
         classes(&made.image(), &heap(3)),
         [Interior, Interior, Unreachable]
     );
+}
+
+#[test]
+fn chains_of_all_blocks_begin_where_each_does() {
+    let mut made = process();
+    // Block 0 is the last of a list, and blocks 3 and 4 are lost.
+    (0..2).for_each(|number| made.put(block(number + 1), block(number)));
+    made.put(GLOBALS, block(2));
+    made.put(block(4), block(3));
+    let image = made.image();
+    let reach = Reach::new(&image, &heap(5), &[]).expect("few blocks");
+    let starts = reach.starts();
+    for number in 0..5 {
+        let root = (number < 3).then_some(Root::Memory(GLOBALS));
+        assert_eq!(
+            (reach.start(&starts, number), reach.chain(number).1),
+            (root, root)
+        );
+    }
 }
 
 #[test]

@@ -4,9 +4,10 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::io::{self, Write};
 
-use memtools::heap::growth::follow::Sample;
-use memtools::heap::growth::judge::{self, Evidence, Judged, Judgement, Point, Verdict};
+use memtools::heap::growth::follow::{Key, Sample};
+use memtools::heap::growth::judge::{self, Evidence, Judged, Judgement, Part, Point, Verdict};
 use memtools::heap::growth::trend::Line;
+use memtools::heap::runtimes::Runtime;
 use memtools::print::output::Row;
 use memtools::print::text;
 use serde::Serialize;
@@ -28,21 +29,39 @@ pub(super) struct GrowthRow {
     coverage: &'static str,
     seconds: f64,
     verdict: &'static str,
+    cause: Option<&'static str>,
     growth_bytes: i64,
     new_blocks: u64,
     new_bytes: u64,
     lost_new_bytes: Option<u64>,
+    cycles_new_bytes: u64,
     replaced_percent: Option<f64>,
     started_processes: u64,
     block_bytes: Slope,
     heap_resident_bytes: Slope,
     free_resident_bytes: Slope,
     resident_bytes: Slope,
+    parts: Vec<PartRow>,
     points: Vec<PointRow>,
     types: usize,
     types_shown: usize,
+    next: String,
     #[serde(skip)]
     judged: Verdict,
+    #[serde(skip)]
+    largest: Option<Part>,
+    #[serde(skip)]
+    runtime: Option<Runtime>,
+}
+
+/// Part of the resident memory. All parts add up to the resident memory, at each point.
+#[derive(Debug, Serialize)]
+struct PartRow {
+    part: &'static str,
+    #[serde(flatten)]
+    bytes: Slope,
+    #[serde(skip)]
+    of: Part,
 }
 
 /// Sums of one image.
@@ -85,12 +104,16 @@ pub(super) struct TypeRow {
     judged: Judgement,
     #[serde(skip)]
     is_first: bool,
+    /// Whether the name is a question that --why answers.
+    #[serde(skip)]
+    is_askable: bool,
 }
 
 /// Makes the row of a process, and the rows of up to `top` types.
 pub(super) fn rows(study: &Study, top: usize) -> (GrowthRow, Vec<TypeRow>) {
     let mut types = types(study);
-    let growth = growth(study, types.len(), top);
+    let mut growth = growth(study, types.len(), top);
+    growth.next = growth.next(&types);
     types.truncate(top);
     types.iter_mut().take(1).for_each(|row| row.is_first = true);
     (growth, types)
@@ -106,8 +129,10 @@ fn growth(study: &Study, types: usize, top: usize) -> GrowthRow {
     let verdict = judge::judge(Evidence {
         points,
         lost,
+        cycles: study.found.cycles,
         forks: study.children.started(),
     });
+    let largest = judge::cause(points);
     let slope = |of: fn(&Point) -> u64| Slope::of(points, of);
     let block_bytes = slope(|point| point.live);
     let original = study.follower.groups().iter().map(|group| {
@@ -126,20 +151,29 @@ fn growth(study: &Study, types: usize, top: usize) -> GrowthRow {
         coverage: "complete",
         seconds: rounded(points.last().map_or(0.0, |point| point.seconds)),
         verdict: verdict.name(),
+        cause: largest.map(Part::name),
         growth_bytes: block_bytes.last.cast_signed() - block_bytes.first.cast_signed(),
         new_blocks: new().count() as u64,
         new_bytes: new().map(|one| one.block.size).sum(),
         lost_new_bytes: lost,
+        cycles_new_bytes: study.found.cycles,
         replaced_percent: percent(first.saturating_sub(stayed), first),
         started_processes: study.children.started(),
         block_bytes,
         heap_resident_bytes: slope(|point| point.heap_resident),
         free_resident_bytes: slope(|point| point.free_resident),
         resident_bytes: slope(|point| point.resident),
+        parts: Part::ALL
+            .into_iter()
+            .map(|part| PartRow::of(points, part))
+            .collect(),
         points: points.iter().map(PointRow::of).collect(),
         types,
         types_shown: types.min(top),
+        next: String::new(),
         judged: verdict,
+        largest,
+        runtime: study.runtime,
     }
 }
 
@@ -181,6 +215,7 @@ fn types(study: &Study) -> Vec<TypeRow> {
                 held_by: study.found.holders.get(&number).cloned(),
                 judged: judged.judgement,
                 is_first: false,
+                is_askable: group.key != Key::Others,
             })
         })
         .collect();
@@ -222,6 +257,13 @@ impl Slope {
         }
     }
 
+    /// Writes the slope as a line of the table.
+    fn line(&self, what: &str, out: &mut dyn Write) -> io::Result<()> {
+        let (speed, half) = self.text();
+        let (first, last) = (text::bytes(self.first), text::bytes(self.last));
+        writeln!(out, "{first:>12} {last:>12} {speed:>12} {half:>12}  {what}")
+    }
+
     /// Formats the slope, and half of its confidence interval, for people.
     fn text(&self) -> (String, String) {
         let half = (self.high - self.low) / 2.0;
@@ -229,6 +271,21 @@ impl Slope {
             signed(self.bytes_per_second),
             format!("±{}", text::bytes(half.round() as u64)),
         )
+    }
+}
+
+impl PartRow {
+    fn of(points: &[Point], part: Part) -> Self {
+        let at = |point: Option<&Point>| point.map_or(0, |point| point.of(part));
+        let series = points
+            .iter()
+            .map(|point| (point.seconds, point.of(part) as f64));
+        let line = Line::through(&series.collect::<Vec<_>>());
+        Self {
+            part: part.name(),
+            bytes: Slope::new(at(points.first()), at(points.last()), line),
+            of: part,
+        }
     }
 }
 
@@ -300,20 +357,74 @@ impl Row for GrowthRow {
             ("blocks in use", &self.block_bytes),
             ("heap in memory", &self.heap_resident_bytes),
             ("  of it in no block", &self.free_resident_bytes),
-            ("all that is in memory", &self.resident_bytes),
         ] {
-            let (speed, half) = slope.text();
-            let (first, last) = (text::bytes(slope.first), text::bytes(slope.last));
-            writeln!(out, "{first:>12} {last:>12} {speed:>12} {half:>12}  {what}")?;
+            slope.line(what, out)?;
         }
-        writeln!(out, "\n{}", self.conclusion())
+        for row in &self.parts {
+            let is_any = row.bytes.first.max(row.bytes.last) > 0;
+            if is_any && !matches!(row.of, Part::InUse | Part::Free) {
+                row.bytes.line(self.describe(row.of), out)?;
+            }
+        }
+        self.resident_bytes.line("all that is in memory", out)?;
+        writeln!(out, "\n{}: {}", self.conclusion(), self.next)?;
+        let lost = self.lost_new_bytes.unwrap_or(0);
+        if lost >= judge::LEAK_BYTES && self.judged != Verdict::Leak {
+            writeln!(
+                out,
+                "beside that, a leak: nothing refers to {} of what is new; by which stacks: {}",
+                text::bytes(lost),
+                self.command("--verdict=60")
+            )?;
+        }
+        Ok(())
     }
 }
 
 impl GrowthRow {
-    /// Returns the verdict as a sentence.
-    fn conclusion(&self) -> String {
+    /// Returns the words for a part of the memory.
+    fn describe(&self, part: Part) -> &'static str {
+        match part {
+            Part::InUse => "blocks in use",
+            Part::Free => "heap in no block",
+            Part::Arenas => "    of it in arenas of other threads",
+            Part::Stacks => "stacks",
+            Part::Runtime => self.runtime.map_or("a runtime's heap", Runtime::heap),
+            Part::Shared => "shared memory",
+            Part::Files => "files, and what was changed of them",
+            Part::Mapped => "other private memory (mmap)",
+        }
+    }
+
+    fn command(&self, options: &str) -> String {
+        format!("memleak -p {} {options}", self.process.pid)
+    }
+
+    /// Returns the command that answers the next question.
+    fn next(&self, types: &[TypeRow]) -> String {
+        let fastest = types
+            .iter()
+            .find(|row| row.judged == Judgement::Growing && row.is_askable);
         let pid = self.process.pid;
+        match (self.judged, fastest) {
+            (Verdict::Leak, _) => self.command("--verdict=60"),
+            (Verdict::Unbounded | Verdict::Cycles | Verdict::Growing, Some(of)) => {
+                self.command(&format!("--verdict --why {}", shell_words::quote(&of.name)))
+            }
+            (Verdict::Unbounded | Verdict::Cycles | Verdict::Growing, None) => {
+                self.command("--verdict")
+            }
+            (Verdict::Fragmentation, _) => self.command("--heap"),
+            (Verdict::Elsewhere, _) => format!("faults -p {pid}"),
+            (Verdict::ForkServer, _) => self.command("--children"),
+            (Verdict::WarmUp | Verdict::Burst | Verdict::Steady | Verdict::Undecided, _) => {
+                self.command(&format!("--growth {:.0}", (self.seconds * 2.0).max(60.0)))
+            }
+        }
+    }
+
+    /// Returns the verdict as a sentence, which ends with what the next command tells.
+    fn conclusion(&self) -> String {
         let more = signed(self.growth_bytes as f64);
         let most = self.points.iter().map(|point| point.block_bytes).max();
         let (most, last) = (
@@ -323,46 +434,76 @@ impl GrowthRow {
         let new = text::bytes(self.new_bytes);
         match self.judged {
             Verdict::Leak => format!(
-                "a leak: {more} in use, and nothing refers to {} of what is new; by which stacks: memleak -p {pid} --verdict=60",
+                "a leak: {more} in use, and nothing refers to {} of what is new; by which stacks",
                 text::bytes(self.lost_new_bytes.unwrap_or(0))
             ),
             Verdict::Unbounded => format!(
                 "growth that is held: {more} in use, which something refers to: a cache without a limit, or what is \
-                 never taken out; what holds it: memleak -p {pid} --verdict --why TYPE"
+                 never taken out; what holds it"
+            ),
+            Verdict::Cycles => format!(
+                "cycles of Python's objects: {more} in use, and only cycles hold {} of what is new, which the garbage \
+                 collector has not freed: gc is disabled, or its thresholds are high; what is in them",
+                text::bytes(self.cycles_new_bytes)
             ),
             Verdict::Growing => format!(
-                "growth: {more} in use; what refers to it is not known, as the process has exited, protects memory \
-                 from being read, or had no last image"
+                "growth: {more} in use; what refers to it is not known, as the process has exited, has memory that \
+                 could not be examined, or had no last image; what holds it"
             ),
-            Verdict::WarmUp => {
-                format!("a warm-up: {more} in use, and no more lately; if in doubt, watch again")
-            }
-            Verdict::Burst => format!("a burst: up to {most} in use, and {last} now"),
-            Verdict::Fragmentation => {
-                let grown = |slope: &Slope| signed(slope.last as f64 - slope.first as f64);
-                format!(
-                    "fragmentation, not a leak: {} of the heap in no block, {more} in use; where: memleak -p {pid} --heap",
-                    grown(&self.free_resident_bytes)
-                )
-            }
-            Verdict::Elsewhere => format!(
-                "growth elsewhere: not of blocks, but of other memory, or of blocks that are used for the first time; \
-                 whose: memleak -p {pid} --heap, and by which stacks: faults -p {pid}"
-            ),
+            Verdict::WarmUp => format!("a warm-up: {more} in use, and no more lately; if in doubt"),
+            Verdict::Burst => format!("a burst: up to {most} in use, and {last} now; if in doubt"),
+            Verdict::Fragmentation => self.fragmentation(&more),
+            Verdict::Elsewhere => self.elsewhere(),
             Verdict::ForkServer => format!(
-                "steady, and starts processes ({} seen), which have their own: memleak -p {pid} --children",
+                "steady, and starts processes ({} seen), which have their own",
                 text::grouped(self.started_processes)
             ),
             Verdict::Steady => match self.replaced_percent {
                 Some(replaced) => format!(
-                    "steady: {more} in use; {replaced:.0} % of the blocks at first are others now ({new} are new)"
+                    "steady: {more} in use; {replaced:.0} % of the blocks at first are others now ({new} are new); if in \
+                     doubt"
                 ),
-                None => format!("steady: {more} in use"),
+                None => format!("steady: {more} in use; if in doubt"),
             },
             Verdict::Undecided => {
                 format!("undecided: {more} in use at the end only; watch for longer")
             }
         }
+    }
+
+    fn fragmentation(&self, more: &str) -> String {
+        let grown = |slope: &Slope| signed(slope.last as f64 - slope.first as f64);
+        let whose = match self.largest {
+            Some(Part::Arenas) => {
+                ", most of it in arenas of other threads, of which glibc makes up to 8 for each CPU (MALLOC_ARENA_MAX)"
+            }
+            _ => "",
+        };
+        format!(
+            "fragmentation, not a leak: {} of the heap in no block{whose}, {more} in use; where",
+            grown(&self.free_resident_bytes)
+        )
+    }
+
+    fn elsewhere(&self) -> String {
+        let part = self.parts.iter().find(|row| Some(row.of) == self.largest);
+        let grown = part.map_or(String::new(), |row| {
+            signed(row.bytes.last as f64 - row.bytes.first as f64)
+        });
+        let what = match (self.largest, self.runtime) {
+            (None, _) => "not of blocks, but of other memory".to_owned(),
+            (Some(Part::InUse), _) => format!("{grown} of blocks that are used for the first time"),
+            (Some(Part::Stacks), _) => format!("{grown} of stacks: more threads, or deeper calls"),
+            (Some(Part::Runtime), Some(runtime)) => {
+                let tool = runtime.tool(self.process.pid);
+                format!(
+                    "{grown} of {}, whose objects another tool shows: {tool}",
+                    runtime.heap()
+                )
+            }
+            (Some(part), _) => format!("{grown} of {}", self.describe(part)),
+        };
+        format!("growth elsewhere: {what}; by which stacks")
     }
 }
 

@@ -5,13 +5,19 @@ use std::collections::{HashMap, HashSet};
 use anyhow::Result;
 use memtools::heap::blocks::Heap;
 use memtools::heap::capture::Request;
+use memtools::heap::file_words;
+use memtools::heap::glibc;
+use memtools::heap::glibc::State;
+use memtools::heap::glibc::usage::HeapUsage;
 use memtools::heap::growth::follow::Followed;
-use memtools::heap::growth::judge::Point;
+use memtools::heap::growth::judge::{OtherParts, Point};
 use memtools::heap::image::Image;
 use memtools::heap::kernel;
 use memtools::heap::names::{Names, pymalloc};
 use memtools::heap::reach::{Class, Reach};
+use memtools::heap::runtimes::Runtime;
 use memtools::heap::walk::Walked;
+use memtools::host::values::Values;
 
 use crate::verdict;
 
@@ -20,8 +26,10 @@ pub(super) struct HeapSnapshot {
     pub(super) image: Image,
     pub(super) heap: Heap,
     pub(super) names: Names,
-    /// Bytes of the process that were in memory.
-    resident: u64,
+    /// Bytes of files in memory that the kernel has counted (RssFile).
+    file_bytes: u64,
+    /// Bytes in memory that are in arenas of glibc but the main one, and in no block.
+    arenas_free: u64,
 }
 
 /// A block's address and size.
@@ -36,12 +44,15 @@ impl HeapSnapshot {
     pub(super) fn take(request: &Request) -> Result<Option<Self>> {
         let mut kept = kernel::words(request.process.pid());
         let walked = Walked::take(request)?;
-        let resident = request.process.resident_bytes().unwrap_or(0);
+        let status = Values::read(format!("/proc/{}/status", request.process.pid()));
+        let file_bytes = status.unwrap_or_default().get_or_zero("RssFile");
         kept.extend(kernel::words(request.process.pid()));
         if walked.inconsistency().is_some() {
             return Ok(None);
         }
         verdict::expect_whole(&walked)?;
+        let glibc = walked.glibc.as_ref();
+        let arenas_free = glibc.map_or(0, |walk| free_in_other_arenas(&walked.image, walk));
         let Walked {
             mut image, heap, ..
         } = walked;
@@ -52,7 +63,8 @@ impl HeapSnapshot {
             image,
             heap,
             names,
-            resident,
+            file_bytes,
+            arenas_free,
         }))
     }
 
@@ -63,21 +75,84 @@ impl HeapSnapshot {
         let heap_resident: u64 = regions.map(present).sum();
         let blocks = self.heap.blocks();
         let live_resident: u64 = blocks.iter().map(|block| present(block.range())).sum();
+        let free_resident = heap_resident.saturating_sub(live_resident);
+        let (others, outside) = self.other_parts(self.arenas_free.min(free_resident));
         Point {
             seconds,
             blocks: blocks.len() as u64,
             live: self.heap.block_bytes(),
             heap_resident,
-            free_resident: heap_resident.saturating_sub(live_resident),
-            resident: self.resident,
+            free_resident,
+            resident: heap_resident + outside,
+            others,
         }
+    }
+
+    /// Returns the bytes in memory outside of the heap, by use, and their sum. All but constants and code, which are
+    /// not in the image, are of the moment of the image.
+    fn other_parts(&self, arenas: u64) -> (OtherParts, u64) {
+        let image = &self.image;
+        let runtime = Runtime::find(&image.areas);
+        let threads = image.threads.iter();
+        let stacks: HashSet<u64> = threads
+            .filter_map(|thread| Some(image.area(thread.stack_pointer)?.mapping.range.start))
+            .collect();
+        let (mut parts, mut mapped, mut shared_files) = (OtherParts::default(), 0, 0);
+        parts.arenas = arenas;
+        let mut regions = self.heap.regions.iter().peekable();
+        for area in &image.areas {
+            let range = &area.mapping.range;
+            let mut bytes = image.resident_bytes(range.clone());
+            while regions
+                .next_if(|region| region.end <= range.start)
+                .is_some()
+            {}
+            // A region of the heap can go on in the next area.
+            let mut inside = regions.clone();
+            while let Some(region) = inside.next_if(|region| region.start < range.end) {
+                let region = region.start.max(range.start)..region.end.min(range.end);
+                bytes = bytes.saturating_sub(image.resident_bytes(region));
+            }
+            let part = if area.shared {
+                shared_files += if area.is_in_memory() { 0 } else { bytes };
+                &mut parts.shared
+            } else if stacks.contains(&range.start) || area.name() == b"[stack]" {
+                &mut parts.stacks
+            } else if area.has_file() {
+                &mut parts.files
+            } else if runtime.is_some() {
+                &mut parts.runtime
+            } else {
+                &mut mapped
+            };
+            *part += bytes;
+        }
+        parts.files += self.file_bytes.saturating_sub(shared_files);
+        let OtherParts {
+            stacks,
+            runtime,
+            shared,
+            files,
+            ..
+        } = parts;
+        (parts, stacks + runtime + shared + files + mapped)
+    }
+
+    /// Returns the bytes of these blocks that are new since the first image and that only cycles of CPython's objects
+    /// hold.
+    pub(super) fn new_in_cycles(&self, reach: &Reach, followed: &[Followed]) -> u64 {
+        let followed = followed.iter().enumerate();
+        let new =
+            followed.filter(|(number, one)| one.since > 0 && reach.class(*number) == Class::Cycle);
+        new.map(|(_, one)| one.block.size).sum()
     }
 
     /// Finds what refers to the blocks.
     ///
     /// # Errors
     /// If there are too many blocks.
-    pub(super) fn reach(&self) -> Result<Reach> {
+    pub(super) fn reach(&mut self) -> Result<Reach> {
+        self.image.file_words = file_words::read(&self.image);
         Reach::new(&self.image, &self.heap, &self.names.python)
     }
 
@@ -108,13 +183,29 @@ impl HeapSnapshot {
     }
 }
 
-/// Returns the blocks that nothing refers to. Returns None if there are some, and the process has memory that is
-/// protected from being read, which may refer to them.
-///
-/// # Errors
-/// If the process's mappings cannot be read.
-pub(super) fn lost(look: &HeapSnapshot, reach: &Reach) -> Result<Option<HashSet<BlockId>>> {
+/// Returns the bytes in memory of all arenas but the main one that are in no chunk in use.
+fn free_in_other_arenas(image: &Image, walk: &glibc::Walk) -> u64 {
+    if walk.arenas.len() < 2 {
+        return 0;
+    }
+    let usage = HeapUsage::of(image, walk);
+    let arenas = walk.arenas.iter().zip(&usage.arenas);
+    let free = arenas.filter(|(arena, _)| !arena.main).map(|(_, usage)| {
+        let in_use = usage.of(State::InUse).resident;
+        usage.total.resident.saturating_sub(in_use)
+    });
+    free.sum()
+}
+
+/// Returns the blocks that nothing refers to. Returns None, and prints why, if there are some, and the process has
+/// memory that was not examined and may refer to them.
+pub(super) fn lost(look: &HeapSnapshot, reach: &Reach) -> Option<HashSet<BlockId>> {
     let lost = verdict::lost_blocks(&look.heap, reach);
-    let is_known = lost.is_empty() || verdict::protected_bytes(&look.image)? == 0;
-    Ok(is_known.then_some(lost))
+    if !lost.is_empty()
+        && let Err(unknown) = verdict::expect_readable(&look.image)
+    {
+        eprintln!("memleak: {unknown:#}");
+        return None;
+    }
+    Some(lost)
 }

@@ -8,6 +8,7 @@ use memtools::heap::blocks::{Coverage, Heap, Sum};
 use memtools::heap::glibc::usage::HeapUsage;
 use memtools::heap::glibc::{State, Walk, trim};
 use memtools::heap::image::Image;
+use memtools::heap::runtimes::Runtime;
 use memtools::heap::walk::Walked;
 use memtools::print::output::Row;
 use memtools::print::text;
@@ -41,6 +42,8 @@ pub(super) struct HeapRow {
     heap: Option<HeapSums>,
     jemalloc: Option<Jemalloc>,
     stacks: MappedSum,
+    /// Private memory of a runtime with a heap of its own.
+    runtime_heap: MappedSum,
     other_private: MappedSum,
     shared: MappedSum,
     files: MappedSum,
@@ -50,6 +53,8 @@ pub(super) struct HeapRow {
     size_classes: Vec<ClassRow>,
     #[serde(skip)]
     left_out: (usize, usize),
+    #[serde(skip)]
+    runtime: Option<Runtime>,
 }
 
 #[derive(Debug, Serialize)]
@@ -158,6 +163,7 @@ impl HeapRow {
                 .as_ref()
                 .map(|walk| Jemalloc::of(&walk.usage(image), heap_resident_bytes, top)),
             stacks: MappedSum::default(),
+            runtime_heap: MappedSum::default(),
             other_private: MappedSum::default(),
             shared: MappedSum::default(),
             files: MappedSum::default(),
@@ -166,6 +172,7 @@ impl HeapRow {
             arenas: Vec::new(),
             size_classes: Vec::new(),
             left_out: (0, 0),
+            runtime: Runtime::find(&image.areas),
         };
         row.add_mappings(image, mappings);
         if let Some(jemalloc) = &row.jemalloc {
@@ -210,6 +217,8 @@ impl HeapRow {
                 &mut self.stacks
             } else if shared {
                 &mut self.shared
+            } else if mapping.inode == 0 && self.runtime.is_some() {
+                &mut self.runtime_heap
             } else if mapping.inode == 0 {
                 &mut self.other_private
             } else {
@@ -219,7 +228,11 @@ impl HeapRow {
             place.resident_bytes += resident;
             self.resident_bytes += resident;
         }
-        let other = &mut self.other_private;
+        let other = if self.runtime.is_some() {
+            &mut self.runtime_heap
+        } else {
+            &mut self.other_private
+        };
         other.mapped_bytes = other.mapped_bytes.saturating_sub(self.heap_bytes);
         other.resident_bytes = other
             .resident_bytes
@@ -300,10 +313,16 @@ impl Row for HeapRow {
             "RESIDENT", "BYTES", "COUNT"
         )?;
         let (resident, all) = (bytes(self.heap_resident_bytes), bytes(self.heap_bytes));
-        line(out, &resident, &all, "", "heap")?;
+        // Nothing is known of a heap that was not walked.
+        let is_unknown = self.coverage == "unknown" && self.blocks == 0;
+        if is_unknown {
+            line(out, "?", "?", "?", "heap")?;
+        } else {
+            line(out, &resident, &all, "", "heap")?;
+        }
         match &self.heap {
             Some(heap) => heap.text(out)?,
-            None if self.jemalloc.is_some() => {}
+            None if self.jemalloc.is_some() || is_unknown => {}
             None => {
                 let count = text::grouped(self.blocks);
                 line(out, "", &bytes(self.block_bytes), &count, "  in use")?;
@@ -317,10 +336,14 @@ impl Row for HeapRow {
         }
         for (what, place) in [
             ("stacks", &self.stacks),
+            (self.runtime.map_or("", Runtime::heap), &self.runtime_heap),
             ("other private memory", &self.other_private),
             ("shared memory", &self.shared),
             ("files", &self.files),
         ] {
+            if what.is_empty() {
+                continue;
+            }
             line(
                 out,
                 &bytes(place.resident_bytes),
@@ -337,6 +360,14 @@ impl Row for HeapRow {
             "all that is resident",
         )?;
         self.parts(out)?;
+        if let Some(runtime) = self.runtime {
+            let tool = runtime.tool(self.process.pid);
+            writeln!(
+                out,
+                "\nthe objects of {} are shown by another tool: {tool}",
+                runtime.heap()
+            )?;
+        }
         self.conclusion(out)
     }
 }

@@ -311,6 +311,58 @@ impl Row for Lost {
     }
 }
 
+/// Blocks that hold one block, and so others that are held in the same way.
+#[derive(Debug, Serialize)]
+pub(super) struct Chain {
+    /// Share of the bytes that are held in this way.
+    pub(super) held_percent: f64,
+    /// Address of the example.
+    pub(super) address: String,
+    /// Holders of the example, the nearest first. Not all are shown.
+    pub(super) chain: Vec<String>,
+    pub(super) chain_blocks: usize,
+    pub(super) root: String,
+    /// Index in the whole chain of each holder in `chain`.
+    #[serde(skip)]
+    pub(super) indexes: Vec<usize>,
+}
+
+impl Chain {
+    fn text(&self) -> String {
+        let (mut text, mut next) = (String::new(), 0);
+        let mut left_out = |text: &mut String, until: usize| {
+            if until > next {
+                *text += &format!(
+                    "... {} <- ",
+                    text::count_with_noun((until - next) as u64, "block")
+                );
+            }
+            next = until + 1;
+        };
+        for (&at, holder) in self.indexes.iter().zip(&self.chain) {
+            left_out(&mut text, at);
+            text += &format!("{holder} <- ");
+        }
+        left_out(&mut text, self.chain_blocks);
+        text + &self.root
+    }
+}
+
+/// Command that answers the next question.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "next")]
+pub(super) struct Next {
+    pub(super) command: String,
+    #[serde(skip)]
+    pub(super) to: &'static str,
+}
+
+impl Row for Next {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "next, {}: {}", self.to, self.command)
+    }
+}
+
 /// Blocks of one group that can be reached, and the holders of one of them.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "held")]
@@ -322,11 +374,10 @@ pub(super) struct Held {
     /// Sum of the idle blocks, if memory use was watched.
     #[serde(flatten)]
     pub(super) idle: Option<IdleSum>,
-    pub(super) address: String,
-    /// Holders of the example, the nearest first.
-    pub(super) chain: Vec<String>,
-    pub(super) chain_blocks: usize,
-    pub(super) root: String,
+    #[serde(flatten)]
+    pub(super) holder: Chain,
+    /// Other holders of a tenth or more of the bytes.
+    pub(super) other_holders: Vec<Chain>,
     #[serde(flatten)]
     pub(super) origin: Option<Origin>,
     /// Whether allocations were traced.
@@ -365,23 +416,24 @@ impl IdleSum {
 
 impl Row for Held {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        let mut chain = self.chain.clone();
-        if self.chain_blocks > chain.len() {
-            chain.push(format!(
-                "... {} blocks",
-                self.chain_blocks - self.chain.len()
-            ));
-        }
-        chain.push(self.root.clone());
+        let percent = self.holder.held_percent;
+        let share = if percent < 99.5 {
+            format!("{percent:.0} % ")
+        } else {
+            String::new()
+        };
         write!(
             out,
-            "\t{} bytes in {} reachable{}: {} <- {}",
+            "\t{} bytes in {} reachable{}: {} <- {share}{}",
             text::grouped(self.bytes),
             text::count_with_noun(self.blocks, "block"),
             self.idle.as_ref().map_or(String::new(), IdleSum::text),
             self.what.text(),
-            chain.join(" <- ")
+            self.holder.text()
         )?;
+        for other in &self.other_holders {
+            write!(out, "\n\t\t<- {:.0} % {}", other.held_percent, other.text())?;
+        }
         text_of_origin(self.origin.as_ref(), self.is_traced, out)
     }
 }

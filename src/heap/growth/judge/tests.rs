@@ -41,6 +41,8 @@ struct Program {
     other: Box<dyn Fn(f64) -> f64>,
     /// Part of the new memory that nothing refers to.
     lost: Option<f64>,
+    /// Part of the new memory that only cycles hold.
+    cycles: Option<f64>,
     forks: u64,
 }
 
@@ -51,6 +53,7 @@ impl Program {
             free: Box::new(|_| MEGABYTE),
             other: Box::new(|_| 5.0 * MEGABYTE),
             lost: Some(0.0),
+            cycles: None,
             forks: 0,
         }
     }
@@ -75,6 +78,10 @@ fn program(label: Verdict, numbers: &mut Numbers) -> Program {
         Verdict::Unbounded => Program {
             lost: Some(numbers.between(0.0, 0.02)),
             ..level.live(move |at| base + size * at.powf(0.7 + start))
+        },
+        Verdict::Cycles => Program {
+            cycles: Some(numbers.between(0.6, 1.0)),
+            ..level.live(move |at| base + size * at)
         },
         Verdict::Growing => Program {
             lost: None,
@@ -112,6 +119,7 @@ fn points(program: &Program, count: usize, numbers: &mut Numbers) -> Vec<Point> 
             heap_resident: live + free_resident,
             free_resident,
             resident: live + free_resident + noisy((program.other)(at)),
+            others: OtherParts::default(),
         }
     };
     (0..count).map(point).collect()
@@ -123,6 +131,7 @@ fn made_up_programs_of_each_label_are_told_apart() {
     for label in [
         Verdict::Leak,
         Verdict::Unbounded,
+        Verdict::Cycles,
         Verdict::Growing,
         Verdict::WarmUp,
         Verdict::Burst,
@@ -140,6 +149,7 @@ fn made_up_programs_of_each_label_are_told_apart() {
             let judged = judge(Evidence {
                 points: &points,
                 lost: program.lost.map(|part| (part * growth) as u64),
+                cycles: program.cycles.map_or(0, |part| (part * growth) as u64),
                 forks: program.forks,
             });
             if judged != label {
@@ -167,6 +177,7 @@ fn three_images_of_what_grows_in_a_line_are_enough() {
         judge(Evidence {
             points,
             lost,
+            cycles: 0,
             forks: 0,
         })
     };
@@ -179,6 +190,73 @@ fn three_images_of_what_grows_in_a_line_are_enough() {
     assert_eq!(judged(Some(0), &points), Verdict::Steady);
     points[2].live = 6_000_000;
     assert_eq!(judged(Some(0), &points), Verdict::Undecided);
+}
+
+#[test]
+fn the_largest_part_is_the_cause() {
+    let at = |part: Part, grown: u64, seconds: u64| {
+        let (mut others, base) = (OtherParts::default(), 1_000_000);
+        let bytes = base + grown * seconds;
+        let (mut in_use, mut free, mut resident) = (base, base, 3 * base);
+        match part {
+            Part::InUse => in_use = bytes,
+            Part::Free => free = bytes,
+            Part::Arenas => (others.arenas, free) = (bytes - base, bytes),
+            Part::Stacks => others.stacks = bytes - base,
+            Part::Runtime => others.runtime = bytes - base,
+            Part::Shared => others.shared = bytes - base,
+            Part::Files => others.files = bytes - base,
+            Part::Mapped => {}
+        }
+        resident += bytes - base;
+        Point {
+            seconds: seconds as f64,
+            blocks: 1000,
+            live: base,
+            heap_resident: in_use + free,
+            free_resident: free,
+            resident,
+            others,
+        }
+    };
+    for part in Part::ALL {
+        // Small growth, too, is that of its part.
+        for grown in [20_000, 20_000_000] {
+            let points: Vec<_> = (0..10).map(|seconds| at(part, grown, seconds)).collect();
+            assert_eq!(cause(&points), Some(part));
+            for point in &points {
+                let parts = Part::ALL.map(|part| point.of(part));
+                assert_eq!(parts.iter().sum::<u64>(), point.resident, "{part:?}");
+            }
+            let expected = match part {
+                Part::Free | Part::Arenas => Verdict::Fragmentation,
+                _ => Verdict::Elsewhere,
+            };
+            let evidence = Evidence {
+                points: &points,
+                lost: Some(0),
+                cycles: 0,
+                forks: 0,
+            };
+            assert_eq!(judge(evidence), expected, "{part:?}");
+        }
+        let points: Vec<_> = (0..10).map(|seconds| at(part, 1000, seconds)).collect();
+        assert_eq!(cause(&points), None);
+    }
+    // Two parts that grow by less than 64 KiB each, and by more together.
+    let points = (0..10).map(|seconds| {
+        let (one, other) = (
+            at(Part::Free, 6000, seconds),
+            at(Part::Stacks, 5000, seconds),
+        );
+        let resident = one.resident + other.resident - at(Part::Free, 0, 0).resident;
+        Point {
+            resident,
+            others: other.others,
+            ..one
+        }
+    });
+    assert_eq!(cause(&points.collect::<Vec<_>>()), Some(Part::Free));
 }
 
 /// Makes a group of blocks of 100 bytes. Each point is given as the number of blocks, how many of them existed at the
