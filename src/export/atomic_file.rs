@@ -169,10 +169,7 @@ impl Refreshed {
 
     /// Makes the file one that is written again and again.
     pub(super) fn of(file: AtomicFile) -> Self {
-        Self {
-            file,
-            failed: None,
-        }
+        Self { file, failed: None }
     }
 
     /// Writes the whole file. The reason of a failure is printed at once and returned by [`Refreshed::finish`].

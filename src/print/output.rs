@@ -101,11 +101,7 @@ impl Output {
     ///
     /// # Errors
     /// If the file cannot be written to, or if another user could have had another file opened.
-    pub fn file(
-        format: Format,
-        path: &Path,
-        stop: StopSignals,
-    ) -> Result<Self> {
+    pub fn file(format: Format, path: &Path, stop: StopSignals) -> Result<Self> {
         let place = FileName::find(path)?;
         let open = || -> Result<Sink> {
             let file = place.open_empty()?;
@@ -483,7 +479,7 @@ mod tests {
             arrived: SignalFd::new(&SigSet::empty()).expect("a signalfd"),
             taken: Arc::default(),
         };
-        Output::file("x", Format::Text, path, stop)
+        Output::file(Format::Text, path, stop)
     }
 
     #[test]
