@@ -335,6 +335,16 @@ static __always_inline __u64 stack_of_free(struct pt_regs *ctx, bool in_function
 	return in_function ? stack_of_function(ctx) : stack_of_caller_at_entry(ctx);
 }
 
+/* Whether some function may not have been probed yet at this time. */
+static __always_inline bool is_before_last_probe(__u64 time_ns)
+{
+	__u32 key = STEERING_PROBED_LOW, *low = bpf_map_lookup_elem(&steering, &key), *high;
+
+	key = STEERING_PROBED_HIGH;
+	high = bpf_map_lookup_elem(&steering, &key);
+	return low && high && time_ns < ((__u64)*high << 32 | *low);
+}
+
 /*
  * Handles a free of a block that is not live. `born`: when a block that was freed at this address
  * had been allocated; 0: unknown.
@@ -343,9 +353,12 @@ static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 bo
 				    bool in_function)
 {
 	/*
-	 * A process that shares the memory, and is not traced, can have allocated the block again.
+	 * The block can have been allocated again unseen: by a process that shares the memory, and
+	 * is not traced, or by a function that was not probed yet, as the kernel places one probe
+	 * after the other.
 	 */
-	if (!born || (born & BORN_TIME) < shared_memory_ns) {
+	if (!born || (born & BORN_TIME) < shared_memory_ns ||
+	    is_before_last_probe(born & BORN_TIME)) {
 		__sync_fetch_and_add(&frees.unknown, 1);
 		return count_unknown_frees ? unknown_free_by(stack_of_free(ctx, in_function)) : 0;
 	}

@@ -194,6 +194,12 @@ struct {
 enum steering {
 	STEERING_LEVEL,	   /* the sampling level */
 	STEERING_MEASURES, /* 1: runs are timed */
+	/*
+	 * When the last probe was placed, CLOCK_MONOTONIC in ns: the halves of the time. While
+	 * probes are placed, the high half is all ones.
+	 */
+	STEERING_PROBED_LOW,
+	STEERING_PROBED_HIGH,
 	STEERINGS,
 };
 EXPORT_TYPE(enum steering);

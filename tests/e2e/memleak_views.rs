@@ -17,6 +17,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         the_oldest_and_the_median_age_are_shown,
         the_peak_is_shown_with_its_stacks,
         double_frees_are_counted_with_their_stack: at_entries,
+        blocks_from_between_two_probes_are_not_freed_twice,
         unknown_frees_are_counted_with_their_stack: at_entries,
         samples_by_bytes_stand_for_all,
         hits_and_what_they_cost_are_told,
@@ -141,6 +142,28 @@ fn double_frees_are_counted_with_their_stack() -> Result<()> {
         told[0]["user_frames"].to_string().contains("free_twice"),
         "{told:?}"
     );
+    Ok(())
+}
+
+/// The program frees each block once, while the kernel places one probe after the other.
+fn blocks_from_between_two_probes_are_not_freed_twice() -> Result<()> {
+    let mut workload = Workload::start("recycle", &[])?;
+    for _ in 0..7 {
+        let tool = memleak::attach(&workload, &["-j", "-o", "0", "60"])?;
+        let ended = tool.interrupt()?;
+        ensure!(!ended.stdout.contains("double_free\""), "{ended:?}");
+        for report in ended
+            .objects()?
+            .iter()
+            .filter(|row| row["type"] == "report")
+        {
+            ensure!(
+                report["double_frees"].as_u64().unwrap_or(0) == 0,
+                "{report}"
+            );
+        }
+    }
+    workload.work()?;
     Ok(())
 }
 

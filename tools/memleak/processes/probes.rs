@@ -149,10 +149,10 @@ impl Attached {
     pub(crate) fn probe(&self, pid: i32, object: &Object, args: &Args) -> Result<Vec<Link>> {
         let pid = target::pid_to_probe(pid, object)?;
         let started = clock::monotonic_ns();
-        let mut links = self.place(pid, object);
+        let mut links = self.place_and_note(pid, object);
         if links.as_ref().is_err_and(is_invalid) && !args.no_placement {
             let at_entries = object.at_entries(args)?;
-            links = self.place(pid, &at_entries);
+            links = self.place_and_note(pid, &at_entries);
             if links.is_ok() {
                 objects::warn_once(&format!(
                     "{} is probed at the functions' entries, as the kernel refused other places{}",
@@ -171,6 +171,19 @@ impl Attached {
         let is_refused = links.as_ref().is_err_and(is_refused);
         let remedy = is_refused.then(|| capabilities::remedy(Capability::CAP_SYS_ADMIN));
         links.with_context(|| failed() + &remedy.unwrap_or_default())
+    }
+
+    /// Places probes, and notes when the last one was.
+    ///
+    /// The kernel places one probe after the other. A block that is freed meanwhile can be allocated again by a function
+    /// that has no probe yet, and its next free would look like a second one: such frees count as of unknown blocks.
+    fn place_and_note(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
+        self.steer(steering::STEERING_PROBED_HIGH, u32::MAX)?;
+        let links = self.place(pid, object);
+        let now_ns = clock::monotonic_ns();
+        self.steer(steering::STEERING_PROBED_LOW, now_ns as u32)?;
+        self.steer(steering::STEERING_PROBED_HIGH, (now_ns >> 32) as u32)?;
+        links
     }
 
     fn place(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
