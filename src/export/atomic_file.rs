@@ -1,53 +1,60 @@
 //! Files that are written whole or not at all: each is written beside the old file, which is then replaced.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::os::fd::AsFd;
+use std::path::Path;
 
-use anyhow::{Context, Error, Result, ensure};
+use anyhow::{Context, Error, Result};
+use nix::errno::Errno;
+use nix::sys::stat::{FileStat, Mode, fchmod, fstat};
+use nix::unistd::{Gid, Uid, fchown};
+use xattr::FileExt;
 
-use crate::print::text;
+use crate::print::file_name::{Draft, FileName, PRIVATE, PUBLIC};
 
-/// File that is written whole or not at all: a draft takes its place.
+/// Extended attributes that describe the content of a file. They do not hold for another content.
+const OF_CONTENT: [&str; 3] = ["security.capability", "security.ima", "security.evm"];
+
+/// File that is written whole or not at all: a draft takes its place. A file that is replaced keeps its mode, owner and
+/// extended attributes; a new one can be read by its owner only.
 #[derive(Debug)]
 pub struct AtomicFile {
-    path: PathBuf,
-    /// Path of the file that is written, until the content is complete.
-    draft: PathBuf,
+    place: FileName,
+    /// Mode of a new file.
+    mode: Mode,
 }
 
 impl AtomicFile {
     /// Checks that a file can be written at `path`, before anything is traced.
     ///
     /// # Errors
-    /// If `path` exists and is not a regular file, such as a device, which would be lost; or if the folder cannot be
-    /// written to.
+    /// If `path` exists and is not a regular file, such as a device, which would be lost; if another user could have
+    /// the file written to another place; or if the folder cannot be written to.
     pub fn at(path: &Path) -> Result<Self> {
-        // The target of a symbolic link is replaced, not the link.
-        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        let shown = text::escape_bytes(path.as_os_str().as_encoded_bytes());
-        let name = path
-            .file_name()
-            .with_context(|| format!("failed to write {shown}: not the name of a file"))?;
-        expect_file(&path)?;
-        let mut draft = std::ffi::OsString::from(".");
-        draft.push(name);
-        draft.push(format!(".{}", std::process::id()));
-        let file = Self {
-            draft: path.with_file_name(draft),
-            path,
-        };
-        let check = || -> io::Result<()> {
-            drop(file.create()?);
-            fs::remove_file(&file.draft)
-        };
-        check().with_context(|| format!("failed to write {shown}"))?;
+        Self::with_mode(path, PRIVATE)
+    }
+
+    /// [`AtomicFile::at`] for a file that a program of another user reads.
+    ///
+    /// # Errors
+    /// See [`AtomicFile::at`].
+    pub fn readable_at(path: &Path) -> Result<Self> {
+        Self::with_mode(path, PUBLIC)
+    }
+
+    fn with_mode(path: &Path, mode: Mode) -> Result<Self> {
+        let place = FileName::find(path)?;
+        let file = Self { place, mode };
+        file.draft()
+            .and_then(|(draft, existing)| inherit(&draft.file, existing.as_ref()))
+            .with_context(|| format!("failed to write {}", file.name()))?;
         Ok(file)
     }
 
     /// The file's path, escaped.
-    pub fn name(&self) -> String {
-        text::escape_bytes(self.path.as_os_str().as_encoded_bytes())
+    pub fn name(&self) -> &str {
+        self.place.shown()
     }
 
     /// Writes the whole file, and puts it in the place of the old one.
@@ -55,33 +62,91 @@ impl AtomicFile {
     /// # Errors
     /// If the file cannot be written. The old file is then unchanged.
     pub fn write(&self, content: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
-        let write = || -> Result<()> {
-            let mut out = BufWriter::new(self.create()?);
-            content(&mut out)?;
-            out.into_inner()?.sync_all()?;
-            Ok(fs::rename(&self.draft, &self.path)?)
-        };
-        write().inspect_err(|_| {
-            // The write error is reported; an error of the removal would add nothing.
-            let _ = fs::remove_file(&self.draft);
-        })
+        let (draft, existing) = self.draft()?;
+        let mut out = BufWriter::new(&draft.file);
+        content(&mut out)?;
+        out.into_inner().map_err(io::IntoInnerError::into_error)?;
+        inherit(&draft.file, existing.as_ref())?;
+        draft.file.sync_all()?;
+        Ok(draft.replace()?)
     }
 
-    /// Creates the draft as a new file: a symbolic link that somebody put at its name is not followed.
-    fn create(&self) -> io::Result<File> {
-        let new = || {
-            let mut options = OpenOptions::new();
-            options.write(true).create_new(true).open(&self.draft)
+    /// Creates the draft. Also returns the file that it is to replace, if there is one.
+    fn draft(&self) -> Result<(Draft<'_>, Option<Existing>)> {
+        let existing = self.place.replaceable()?;
+        let existing = existing.map(|status| -> io::Result<_> {
+            let file = self.place.open_existing()?;
+            Ok(Existing { status, file })
+        });
+        let existing = existing.transpose()?;
+        // Others read neither more nor earlier than the old file's mode lets them.
+        let mode = if existing.is_some() {
+            PRIVATE
+        } else {
+            self.mode
         };
-        match new() {
-            // An earlier tool with the same pid left the draft when it was killed.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                fs::remove_file(&self.draft)?;
-                new()
-            }
-            outcome => outcome,
+        Ok((self.place.create_draft(mode)?, existing))
+    }
+}
+
+/// A file that is to be replaced.
+struct Existing {
+    status: FileStat,
+    /// The file, open for reading.
+    file: File,
+}
+
+/// Gives a draft the extended attributes, the mode and the owner of the file that it replaces.
+fn inherit(draft: &File, existing: Option<&Existing>) -> Result<()> {
+    let Some(Existing { status, file }) = existing else {
+        return Ok(());
+    };
+    inherit_attributes(draft, file)?;
+    // Without the bits by which a program runs as the file's owner.
+    let mode = Mode::from_bits_truncate(status.st_mode & 0o777);
+    let own = fstat(draft)?;
+    if own.st_mode & 0o777 != mode.bits() {
+        fchmod(draft.as_fd(), mode).context("failed to keep the file's mode")?;
+    }
+    let (owner, group) = (status.st_uid, status.st_gid);
+    if (own.st_uid, own.st_gid) != (owner, group) {
+        let changed = fchown(
+            draft,
+            Some(Uid::from_raw(owner)),
+            Some(Gid::from_raw(group)),
+        );
+        changed.with_context(|| {
+            format!("failed to keep the file's owner, {owner}:{group}; remove the file, or name another one")
+        })?;
+    }
+    Ok(())
+}
+
+fn inherit_attributes(draft: &File, file: &File) -> Result<()> {
+    let names = match file.list_xattr() {
+        Err(error) if is_unsupported(&error) => return Ok(()),
+        names => names?,
+    };
+    for name in names {
+        if OF_CONTENT.iter().any(|&other| name == other) {
+            continue;
+        }
+        let Some(value) = file.get_xattr(&name)? else {
+            continue;
+        };
+        // Security modules set some attributes of the draft themselves.
+        if draft.get_xattr(&name).ok().flatten().as_ref() != Some(&value) {
+            draft.set_xattr(&name, &value).with_context(|| {
+                let name = name.display();
+                format!("failed to keep the file's attribute {name}; remove the file, or name another one")
+            })?;
         }
     }
+    Ok(())
+}
+
+fn is_unsupported(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::EOPNOTSUPP as i32)
 }
 
 /// A file that a tool replaces again and again. After a failure the trace goes on.
@@ -99,11 +164,16 @@ impl Refreshed {
     /// # Errors
     /// See [`AtomicFile::at`].
     pub(super) fn at(path: &Path, tool: &'static str) -> Result<Self> {
-        Ok(Self {
-            file: AtomicFile::at(path)?,
+        Ok(Self::of(AtomicFile::at(path)?, tool))
+    }
+
+    /// Makes the file one that is written again and again.
+    pub(super) fn of(file: AtomicFile, tool: &'static str) -> Self {
+        Self {
+            file,
             tool,
             failed: None,
-        })
+        }
     }
 
     /// Writes the whole file. The reason of a failure is printed at once and returned by [`Refreshed::finish`].
@@ -129,21 +199,10 @@ impl Refreshed {
     }
 }
 
-/// Fails if `path` exists and is not a regular file.
-pub(super) fn expect_file(path: &Path) -> Result<()> {
-    if let Ok(there) = fs::metadata(path) {
-        ensure!(
-            there.is_file(),
-            "failed to write {}: it is there, and no file; name another one",
-            text::escape_bytes(path.as_os_str().as_encoded_bytes())
-        );
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::symlink;
+    use std::fs;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
     use anyhow::bail;
 
@@ -204,6 +263,38 @@ mod tests {
         assert_eq!(fs::read(&file).expect("a file"), b"new");
         assert!(fs::symlink_metadata(&link).expect("a link").is_symlink());
     }
+
+    #[test]
+    fn a_file_keeps_its_mode_owner_and_attributes() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.svg");
+        let mode = || fs::metadata(&path).expect("a file").mode() & 0o7777;
+        let write = |file: &AtomicFile| file.write(|out| Ok(out.write_all(b"x")?)).expect("room");
+        let file = AtomicFile::at(&path).expect("writable");
+        write(&file);
+        assert_eq!(mode(), 0o600, "others may read what was in memory");
+        fs::set_permissions(&path, PermissionsExt::from_mode(0o4640)).expect("it is ours");
+        xattr::set(&path, "user.of", b"seven").expect("tmpfs and ext4 have attributes");
+        let is_root = Uid::effective().is_root();
+        if is_root {
+            std::os::unix::fs::chown(&path, Some(1007), Some(1009)).expect("root may");
+        }
+        write(&AtomicFile::at(&path).expect("writable"));
+        write(&file);
+        assert_eq!(mode(), 0o640);
+        let kept = xattr::get(&path, "user.of").expect("readable");
+        assert_eq!(kept.as_deref(), Some(&b"seven"[..]));
+        let owner = fs::metadata(&path).expect("a file");
+        if is_root {
+            assert_eq!((owner.uid(), owner.gid()), (1007, 1009));
+        }
+        assert_eq!(names(folder.path()), ["a.svg"]);
+        let path = folder.path().join("a.prom");
+        write(&AtomicFile::readable_at(&path).expect("writable"));
+        let mode = fs::metadata(&path).expect("a file").mode();
+        assert_eq!(mode & 0o044, 0o044, "a collector cannot read it");
+    }
+
     #[test]
     fn a_failure_is_forgotten_once_the_file_is_written() {
         let folder = tempfile::tempdir().expect("a folder");

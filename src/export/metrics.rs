@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use crate::export::atomic_file::Refreshed;
+use crate::export::atomic_file::{AtomicFile, Refreshed};
 use crate::print::histogram::Histogram;
 
 /// Limit on the series of one family, without those of `other`: Prometheus keeps each series for weeks. A name that
@@ -42,7 +42,8 @@ impl MetricsArgs {
     /// If the file cannot be written.
     pub fn open(&self, tool: &'static str, families: &[&'static Family]) -> Result<Metrics> {
         let path = self.metrics.as_deref();
-        let file = path.map(|path| Refreshed::at(path, tool)).transpose()?;
+        let file = path.map(AtomicFile::readable_at).transpose()?;
+        let file = file.map(|file| Refreshed::of(file, tool));
         let mut metrics = Metrics {
             file,
             tool,

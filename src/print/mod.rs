@@ -9,6 +9,7 @@
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
 //! | [`clock`] | kernel time stamps as wall time |
 //! | [`histogram`] | distributions by powers of two |
+//! | [`file_name`] | names under which tools create files, safe from other users |
 //! | [`file_path`] | names and paths of files, as BPF programs write them |
 //! | [`flags`] | flag words by name |
 //! | [`gfp`] | allocation flags by name |
@@ -17,6 +18,7 @@
 pub mod clock;
 pub mod demangle;
 pub mod errno;
+pub mod file_name;
 pub mod file_path;
 pub mod flags;
 pub mod gfp;

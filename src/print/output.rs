@@ -2,8 +2,8 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufWriter, IsTerminal, Stdout, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io::{self, BufWriter, IsTerminal, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,6 +15,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signalfd::SignalFd;
 use serde::{Serialize, Serializer};
 
+use crate::print::file_name::FileName;
 use crate::print::timeline::{Count, Timeline, TimelineEntry};
 
 /// Bytes that can be written to a pipe without blocking whenever it is writable at all (PIPE_BUF).
@@ -60,40 +61,74 @@ pub struct Output {
     /// Buffer for the object that is being printed, reused for the next one.
     json: Vec<u8>,
     timeline: Option<Box<dyn Timeline>>,
+    /// The file that the output goes to, if it is a regular file.
+    log: Option<LogFile>,
+}
+
+/// The signals that end a run, which are blocked, for an output that waits for its reader.
+#[derive(Debug)]
+pub struct StopSignals {
+    /// Readable when such a signal has arrived and has not been taken.
+    pub arrived: SignalFd,
+    /// Whether such a signal was taken. Then the last report of the run waits for its reader and says so, and another
+    /// signal ends that wait.
+    pub taken: Arc<AtomicBool>,
+}
+
+/// A regular file that another program may rename, to have a new one begun.
+struct LogFile {
+    tool: &'static str,
+    place: FileName,
+    /// Whether the file is to be opened by its name again.
+    is_rotated: Arc<AtomicBool>,
 }
 
 impl Output {
-    /// Creates an output to stdout in this format. If nobody reads stdout, a signal of `stop` ends the wait: the print
-    /// then fails with [`ReaderStalled`]. The signals of `stop` are blocked. `stopped` tells that such a signal was
-    /// taken before: then the last report of the run waits for its reader and says so, and another signal ends that
-    /// wait.
-    pub fn stdout(
-        tool: &'static str,
-        format: Format,
-        stop: SignalFd,
-        stopped: Arc<AtomicBool>,
-    ) -> Self {
-        let out = io::stdout();
-        let pipe = Pipe {
-            tool,
-            is_terminal: out.is_terminal(),
-            out,
-            stop,
-            stopped,
-            has_warned: false,
-            given_up: false,
-        };
-        Self::to(format, Sink::Stdout(pipe))
-    }
-
-    /// Creates an output to a file, which is created or truncated.
+    /// Creates an output to stdout in this format. If nobody reads stdout, a signal that ends the run also ends the
+    /// wait: the print then fails with [`ReaderStalled`].
     ///
     /// # Errors
-    /// If the file cannot be written to.
-    pub fn file(format: Format, path: &Path) -> Result<Self> {
-        let file = File::create(path)
-            .with_context(|| format!("failed to open {} for --output", path.display()))?;
-        Ok(Self::to(format, Sink::File(file)))
+    /// If there are no descriptors left.
+    pub fn stdout(tool: &'static str, format: Format, stop: StopSignals) -> Result<Self> {
+        let stdout = io::stdout();
+        let out = stdout.as_fd().try_clone_to_owned();
+        let out = out.context("failed to open stdout again")?;
+        let pipe = Pipe::new(tool, out, stdout.is_terminal(), stop);
+        Ok(Self::to(format, Sink::Stdout(pipe)))
+    }
+
+    /// Creates an output to a file, which is created or emptied. What is not a regular file, such as a FIFO, is written
+    /// to as [`Output::stdout`] writes to a pipe.
+    ///
+    /// # Errors
+    /// If the file cannot be written to, or if another user could have had another file opened.
+    pub fn file(
+        tool: &'static str,
+        format: Format,
+        path: &Path,
+        stop: StopSignals,
+    ) -> Result<Self> {
+        let place = FileName::find(path)?;
+        let open = || -> Result<Sink> {
+            let file = place.open_empty()?;
+            if !file.metadata()?.is_file() {
+                let is_terminal = file.is_terminal();
+                return Ok(Sink::Pipe(Pipe::new(tool, file.into(), is_terminal, stop)));
+            }
+            Ok(Sink::File(file))
+        };
+        let sink = open();
+        let sink =
+            sink.with_context(|| format!("failed to open {} for --output", place.shown()))?;
+        let log = matches!(sink, Sink::File(_)).then(|| LogFile {
+            tool,
+            place,
+            is_rotated: Arc::default(),
+        });
+        Ok(Self {
+            log,
+            ..Self::to(format, sink)
+        })
     }
 
     fn to(format: Format, sink: Sink) -> Self {
@@ -102,7 +137,34 @@ impl Output {
             out: BufWriter::with_capacity(64 << 10, sink),
             json: Vec::new(),
             timeline: None,
+            log: None,
         }
+    }
+
+    /// Returns the flag that has the output open its file by name again before the next row, as for logrotate(8). Only
+    /// an output to a regular file has this flag.
+    pub fn rotation(&self) -> Option<Arc<AtomicBool>> {
+        self.log.as_ref().map(|log| Arc::clone(&log.is_rotated))
+    }
+
+    /// Opens the file by its name again if that is wanted. All rows so far are in the old file.
+    fn follow_rotation(&mut self) -> io::Result<()> {
+        let Some(log) = &self.log else {
+            return Ok(());
+        };
+        if !log.is_rotated.swap(false, Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.out.flush()?;
+        match log.place.open_append() {
+            Ok(file) => *self.out.get_mut() = Sink::File(file),
+            Err(error) => eprintln!(
+                "{}: failed to open {} again: {error:#}; writing to the old file",
+                log.tool,
+                log.place.shown()
+            ),
+        }
+        Ok(())
     }
 
     /// Returns the output with a timeline, which also gets the rows.
@@ -139,6 +201,7 @@ impl Output {
                 TimelineEntry::Remark(name) => timeline.remark(name, &serde_json::to_value(row)?),
             }
         }
+        self.follow_rotation().context("failed to print")?;
         match self.format {
             Format::Text => row.text(&mut self.out),
             Format::Json => self.object(row),
@@ -161,6 +224,7 @@ impl Output {
     /// # Errors
     /// If the output cannot be written to, as its reader has left or its disk is full.
     pub fn header(&mut self, line: &str) -> Result<()> {
+        self.follow_rotation().context("failed to print")?;
         if self.format == Format::Text {
             writeln!(self.out, "{line}").context("failed to print")?;
         }
@@ -172,6 +236,7 @@ impl Output {
     /// # Errors
     /// If the output cannot be written to, as its reader has left or its disk is full.
     pub fn raw(&mut self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+        self.follow_rotation().context("failed to print")?;
         write(&mut self.out).context("failed to print")
     }
 
@@ -190,7 +255,8 @@ impl Output {
         if let Some(timeline) = &mut self.timeline {
             timeline.flush();
         }
-        self.out.flush().context("failed to print")
+        self.out.flush().context("failed to print")?;
+        self.follow_rotation().context("failed to print")
     }
 
     /// Writes the buffered output, and ends the timeline, if there is one.
@@ -209,38 +275,50 @@ impl Output {
 /// Destination of an output.
 enum Sink {
     Stdout(Pipe),
+    /// FIFO or device that an option names.
+    Pipe(Pipe),
     File(File),
 }
 
 impl Write for Sink {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Stdout(pipe) => pipe.write(bytes),
+            Self::Stdout(pipe) | Self::Pipe(pipe) => pipe.write(bytes),
             Self::File(file) => file.write(bytes),
         }
     }
 
     fn flush(&mut self) -> io::Result<()> {
         match self {
-            Self::Stdout(pipe) => pipe.out.flush(),
+            Self::Stdout(_) | Self::Pipe(_) => Ok(()),
             Self::File(file) => file.flush(),
         }
     }
 }
 
-/// Stdout that can be a full pipe.
+/// Output that can be a full pipe.
 struct Pipe {
     tool: &'static str,
-    out: Stdout,
+    out: OwnedFd,
     is_terminal: bool,
-    stop: SignalFd,
-    stopped: Arc<AtomicBool>,
+    stop: StopSignals,
     /// Whether the message that the last report waits was printed.
     has_warned: bool,
     given_up: bool,
 }
 
 impl Pipe {
+    fn new(tool: &'static str, out: OwnedFd, is_terminal: bool, stop: StopSignals) -> Self {
+        Self {
+            tool,
+            out,
+            is_terminal,
+            stop,
+            has_warned: false,
+            given_up: false,
+        }
+    }
+
     /// Writes at most [`PIECE`] bytes, and only once they can be written without blocking.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let piece = &bytes[..bytes.len().min(PIECE)];
@@ -248,15 +326,14 @@ impl Pipe {
             self.given_up = true;
             return Err(io::Error::other(ReaderStalled));
         }
-        // The write goes to the descriptor: Rust's stdout would keep the bytes after the last newline.
         nix::unistd::write(&self.out, piece).map_err(|errno| write_error(errno, self.is_terminal))
     }
 
     /// Waits until stdout is writable, or has an error that the write will meet. Returns false if a signal comes that
     /// ends the run, and stdout is still full a second later.
     fn wait_for_room(&mut self) -> io::Result<bool> {
-        let (out, stop) = (self.out.as_fd(), self.stop.as_fd());
-        let is_last = self.stopped.load(Ordering::Relaxed);
+        let (out, stop) = (self.out.as_fd(), self.stop.arrived.as_fd());
+        let is_last = self.stop.taken.load(Ordering::Relaxed);
         let patience = (is_last && !self.has_warned).then_some(LAST_CHANCE);
         let mut room = wait_for_room(out, stop, patience)?;
         if room == WaitOutcome::TimedOut {
@@ -376,6 +453,9 @@ impl Serialize for Exact {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::OpenOptionsExt;
+
     use nix::fcntl::OFlag;
     use nix::sys::signal::{SigSet, Signal, raise};
     use nix::unistd::pipe2;
@@ -409,9 +489,67 @@ mod tests {
         }
     }
 
+    fn file(path: &Path) -> Result<Output> {
+        let stop = StopSignals {
+            arrived: SignalFd::new(&SigSet::empty()).expect("a signalfd"),
+            taken: Arc::default(),
+        };
+        Output::file("x", Format::Text, path, stop)
+    }
+
+    #[test]
+    fn a_file_that_was_renamed_or_emptied_is_followed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (path, old) = (folder.path().join("log"), folder.path().join("log.1"));
+        fs::write(&path, "of an earlier run").expect("room");
+        let mut output = file(&path).expect("writable");
+        let mut print = |width| {
+            output.row(&Line(width)).expect("room");
+            output.flush().expect("room");
+        };
+        print(1);
+        // As logrotate does with copytruncate.
+        fs::write(&path, "").expect("room");
+        print(2);
+        assert_eq!(fs::read(&path).expect("a file"), b"  \n");
+        fs::rename(&path, &old).expect("it is ours");
+        print(3);
+        assert!(!path.exists(), "nothing has said that it was renamed");
+        let is_rotated = output.rotation().expect("a regular file");
+        is_rotated.store(true, Ordering::Relaxed);
+        output.row(&Line(4)).expect("room");
+        output.finish().expect("room");
+        assert_eq!(fs::read(&old).expect("a file"), b"  \n   \n");
+        assert_eq!(fs::read(&path).expect("a file"), b"    \n");
+    }
+
+    #[test]
+    fn a_fifo_is_refused_at_once_unless_a_program_reads_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("fifo");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a FIFO");
+        let error = file(&path).err().expect("no reader");
+        let error = format!("{error:#}");
+        assert!(error.contains("no program reads this FIFO"), "{error}");
+        let reader = File::options();
+        let reader = reader
+            .clone()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(&path);
+        let mut reader = reader.expect("it opens");
+        let mut output = file(&path).expect("it is read");
+        assert!(output.rotation().is_none(), "it is no regular file");
+        output.row(&Line(3)).expect("room");
+        output.finish().expect("room");
+        let mut text = String::new();
+        io::Read::read_to_string(&mut reader, &mut text).expect("it was written");
+        assert_eq!(text, "   \n");
+    }
+
     #[test]
     fn rows_that_cannot_be_written_are_an_error_at_the_end() {
-        let mut output = Output::file(Format::Text, Path::new("/dev/full")).expect("it opens");
+        let mut output = file(Path::new("/dev/full")).expect("it opens");
         output.row(&Line(1)).expect("the buffer takes it");
         let error = output.finish().expect_err("the device is full");
         let cause = error.downcast_ref::<io::Error>().expect("the system's");

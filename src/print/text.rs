@@ -7,13 +7,16 @@ use std::borrow::Cow;
 use std::ffi::c_char;
 use std::fmt::Write;
 
+use icu_properties::props::{DefaultIgnorableCodePoint, GeneralCategory, GeneralCategoryGroup};
+use icu_properties::{CodePointMapData, CodePointSetData};
+
 /// Maximum number of bytes that are shown of a symbol's name. C++ has longer names, which nobody can read.
 pub const MAX_NAME: usize = 4096;
 
-/// Escapes control characters in `name` as `\xNN`, and invisible characters that change how a line is shown as
-/// `\u{NNNN}`.
+/// Escapes control characters in `name` as `\xNN`, and other characters that are not seen, but change how a line is
+/// shown or whether two names are the same, as `\u{NNNN}`.
 pub fn escape(name: &str) -> Cow<'_, str> {
-    if !name.chars().any(|c| c.is_control() || rearranges(c)) {
+    if !name.chars().any(|c| c.is_control() || is_unseen(c)) {
         return Cow::Borrowed(name);
     }
     let mut safe = String::with_capacity(name.len() + 8);
@@ -21,7 +24,7 @@ pub fn escape(name: &str) -> Cow<'_, str> {
         if c.is_control() {
             // Writing to a String does not fail.
             let _ = write!(safe, "\\x{:02x}", u32::from(c));
-        } else if rearranges(c) {
+        } else if is_unseen(c) {
             let _ = write!(safe, "{}", c.escape_unicode());
         } else {
             safe.push(c);
@@ -30,12 +33,17 @@ pub fn escape(name: &str) -> Cow<'_, str> {
     Cow::Owned(safe)
 }
 
-/// Whether a character turns text from right to left, or begins a line: a name with it would look like another.
-fn rearranges(c: char) -> bool {
-    matches!(
-        c,
-        '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
-    )
+/// Whether a character has no shape of its own, or turns text from right to left, or begins a line: a name with it would
+/// look like another. By Unicode's properties: formats (Cf), line and paragraph separators, and what may be left out
+/// when it cannot be shown, such as variation selectors.
+fn is_unseen(c: char) -> bool {
+    const UNSEEN: GeneralCategoryGroup = GeneralCategoryGroup::Format
+        .union(GeneralCategoryGroup::LineSeparator)
+        .union(GeneralCategoryGroup::ParagraphSeparator);
+    // ASCII has none, and names are mostly ASCII.
+    !c.is_ascii()
+        && (UNSEEN.contains(CodePointMapData::<GeneralCategory>::new().get(c))
+            || CodePointSetData::new::<DefaultIgnorableCodePoint>().contains(c))
 }
 
 /// Returns a symbol's name as it is shown: escaped, and cut where it is too long, which is marked.
@@ -137,6 +145,34 @@ mod tests {
             "line\\u{2028}line\\u{2029}"
         );
         assert_eq!(escape("שלום"), "שלום");
+    }
+
+    #[test]
+    fn characters_without_width_are_shown() {
+        for c in [
+            '\u{ad}',
+            '\u{34f}',
+            '\u{115f}',
+            '\u{200b}',
+            '\u{200c}',
+            '\u{200d}',
+            '\u{2060}',
+            '\u{3164}',
+            '\u{fe0f}',
+            '\u{feff}',
+            '\u{fff9}',
+            '\u{e0041}',
+            '\u{e0100}',
+            '\u{1d173}',
+        ] {
+            let name = format!("s{c}h");
+            assert_eq!(escape(&name), format!("s\\u{{{:x}}}h", u32::from(c)));
+            assert_eq!(escape_bytes(name.as_bytes()), escape(&name));
+        }
+        // An accent that is a character of its own, and scripts of other directions, are as they were.
+        for name in ["e\u{301}", "日本語", "नमस्ते", "سلام", "🦀"] {
+            assert_eq!(escape(name), name);
+        }
     }
 
     #[test]

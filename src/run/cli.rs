@@ -22,7 +22,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use crate::bpf::kretprobe;
 use crate::export::perfetto::Tracks;
 use crate::parse::{self, UsageError};
-use crate::print::output::{Format, Output, ReaderStalled};
+use crate::print::output::{Format, Output, ReaderStalled, StopSignals};
 use crate::process::inherited;
 use crate::run::complete;
 use crate::run::poll::Poller;
@@ -172,16 +172,20 @@ pub fn start<'a>(
     file: Option<&Path>,
 ) -> Result<(Poller<'a>, Output)> {
     let mut poller = Poller::new()?;
+    let arrived = SignalFd::with_flags(&inherited::stop_signals(), SfdFlags::SFD_CLOEXEC);
+    let stop = StopSignals {
+        arrived: arrived.context("failed to open a signalfd")?,
+        taken: poller.stopped(),
+    };
     let output = match file {
-        Some(path) => Output::file(format, path)?,
-        None => {
-            let stop = SignalFd::with_flags(&inherited::stop_signals(), SfdFlags::SFD_CLOEXEC);
-            let stop = stop.context("failed to open a signalfd")?;
-            Output::stdout(tool, format, stop, poller.stopped())
-        }
+        Some(path) => Output::file(tool, format, path, stop)?,
+        None => Output::stdout(tool, format, stop)?,
     };
     if output.is_stdout() {
         poller.watch_stdout();
+    }
+    if let Some(is_rotated) = output.rotation() {
+        poller.rotate_at_hangup(is_rotated);
     }
     Ok((poller, output))
 }

@@ -1,6 +1,7 @@
 //! One wait for everything that a tool reacts to: events, ticks, signals, the target's exit, and a reader that closes
 //! our output.
 
+use std::fs::File;
 use std::io::{self, Stdout};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -23,6 +24,7 @@ use crate::process::inherited;
 const PAUSE_BETWEEN_LOOKS: Duration = Duration::from_millis(10);
 
 const SIGUSR1: u32 = Signal::SIGUSR1 as u32;
+const SIGHUP: u32 = Signal::SIGHUP as u32;
 
 /// Reasons why a wait ended. Several can be true at once.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +67,10 @@ pub struct Poller<'a> {
     processes: Vec<BorrowedFd<'a>>,
     signals: SignalFd,
     stopped: Arc<AtomicBool>,
+    /// Flag that SIGHUP sets instead of ending the run.
+    rotation: Option<Arc<AtomicBool>>,
+    /// Whether the tool was started from a terminal.
+    had_terminal: bool,
     ticks: Option<TimerFd>,
     stdout: Option<Stdout>,
     look_again: Instant,
@@ -94,6 +100,8 @@ impl<'a> Poller<'a> {
             processes: Vec::new(),
             signals,
             stopped: Arc::default(),
+            rotation: None,
+            had_terminal: has_terminal(),
             ticks: None,
             stdout: None,
             look_again: Instant::now(),
@@ -103,6 +111,11 @@ impl<'a> Poller<'a> {
     /// Returns a flag that is set, and stays set, when a signal that ends the run arrives.
     pub fn stopped(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.stopped)
+    }
+
+    /// Has SIGHUP set this flag instead of ending the run, unless the tool's terminal has been closed.
+    pub fn rotate_at_hangup(&mut self, is_rotated: Arc<AtomicBool>) {
+        self.rotation = Some(is_rotated);
     }
 
     /// Wakes with [`Wake::stop`] when the reader of stdout closes it.
@@ -272,7 +285,13 @@ impl<'a> Poller<'a> {
         match source {
             Source::Signals => match self.signals.read_signal() {
                 Ok(Some(signal)) if signal.ssi_signo == SIGUSR1 => wake.report = true,
-                Ok(Some(_)) => {
+                Ok(Some(signal)) => {
+                    if let Some(is_rotated) = &self.rotation
+                        && is_request(&signal, self.had_terminal)
+                    {
+                        is_rotated.store(true, Ordering::Relaxed);
+                        return;
+                    }
                     wake.stop = true;
                     self.stopped.store(true, Ordering::Relaxed);
                 }
@@ -298,6 +317,19 @@ impl<'a> Poller<'a> {
             Source::Process(_) => {}
         }
     }
+}
+
+/// Whether a signal is a SIGHUP that a program sent to have a file opened again. The kernel sends SIGHUP when a
+/// terminal is closed, and shells then pass it on.
+fn is_request(signal: &libc::signalfd_siginfo, had_terminal: bool) -> bool {
+    signal.ssi_signo == SIGHUP
+        && signal.ssi_code != libc::SI_KERNEL
+        && (!had_terminal || has_terminal())
+}
+
+/// Whether this process has a controlling terminal.
+fn has_terminal() -> bool {
+    File::open("/dev/tty").is_ok()
 }
 
 /// Returns the time until `until`, rounded up to milliseconds: otherwise the last millisecond is spent in a busy
@@ -329,6 +361,24 @@ enum Source {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_hangup_ends_a_run_unless_it_is_a_request_to_rotate() {
+        let mut poller = Poller::new().expect("a poller");
+        poller.had_terminal = false;
+        // To this thread only: the others do not block the signal.
+        let hang_up = |poller: &mut Poller| {
+            nix::sys::signal::raise(Signal::SIGHUP).expect("a signal");
+            poller.poll_now(None).expect("a look").stop
+        };
+        assert!(hang_up(&mut poller), "the output is no file");
+        let is_rotated = Arc::<AtomicBool>::default();
+        poller.rotate_at_hangup(Arc::clone(&is_rotated));
+        assert!(!hang_up(&mut poller) && is_rotated.load(Ordering::Relaxed));
+        // A process whose terminal was closed has none.
+        poller.had_terminal = true;
+        assert_eq!(hang_up(&mut poller), !has_terminal());
+    }
 
     #[test]
     fn ticks_deadlines_and_exits_are_told_apart() {

@@ -5,6 +5,7 @@ use caps::{CapSet, CapsHashSet};
 use nix::sys::prctl::set_no_new_privs;
 
 use crate::host::capabilities::{self, Capability};
+use crate::print::file_name;
 
 /// Capabilities that tracing takes, from loading the programs to the last report.
 const KEPT: [Capability; 12] = [
@@ -37,6 +38,7 @@ pub fn keep_tracing_and(also: &[Capability]) -> Result<()> {
     set_no_new_privs().context("failed to give up new privileges (PR_SET_NO_NEW_PRIVS)")?;
     let mut kept = CapsHashSet::from(KEPT);
     kept.extend(also);
+    kept.extend(file_name::needed_capabilities());
     if capabilities::perf_events_want_sys_admin() {
         kept.insert(Capability::CAP_SYS_ADMIN);
     }

@@ -1,13 +1,11 @@
 //! Addresses to serve at: a port of this machine alone, or a Unix socket, unless other addresses are allowed.
 
 use std::fmt;
-use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -18,6 +16,7 @@ use nix::sys::socket::{
 use nix::sys::stat::{Mode, umask};
 
 use crate::parse::UsageError;
+use crate::print::file_name::FileName;
 use crate::print::text;
 
 /// Prefix of a path on the command line, which tells it from an address.
@@ -131,14 +130,15 @@ impl Listener {
                 Ok(Self { socket, address })
             }
             Address::Unix(path) => {
-                remove_stale_socket(path).with_context(failed)?;
+                let place = FileName::find(path).with_context(failed)?;
+                remove_stale_socket(&place).with_context(failed)?;
                 // Whoever may write to the socket's file may connect. No other thread can create a file with this
                 // umask, as none has been started.
                 let before = umask(Mode::from_bits_truncate(0o177));
-                let listener = UnixListener::bind(path);
+                let listener = UnixListener::bind(place.path());
                 umask(before);
                 let listener = listener.map_err(named).with_context(failed)?;
-                let file = SocketFile::of(path).with_context(failed)?;
+                let file = SocketFile::of(place).with_context(failed)?;
                 Ok(Self {
                     socket: Socket::Unix(listener, file),
                     address: address.clone(),
@@ -195,11 +195,11 @@ fn named(error: io::Error) -> anyhow::Error {
 }
 
 /// Removes a Unix socket's file that a program left behind and at which nobody listens.
-fn remove_stale_socket(path: &Path) -> Result<()> {
-    let Ok(there) = fs::symlink_metadata(path) else {
+fn remove_stale_socket(place: &FileName) -> Result<()> {
+    let Some(there) = place.existing()? else {
         return Ok(());
     };
-    if !there.file_type().is_socket() {
+    if there.st_mode & libc::S_IFMT != libc::S_IFSOCK {
         bail!("it is there, and no socket; name another one");
     }
     let socket = socket(
@@ -208,10 +208,8 @@ fn remove_stale_socket(path: &Path) -> Result<()> {
         SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
         None,
     )?;
-    match connect(socket.as_raw_fd(), &UnixAddr::new(path)?) {
-        Err(Errno::ECONNREFUSED) => {
-            fs::remove_file(path).context("failed to remove the old socket")
-        }
+    match connect(socket.as_raw_fd(), &UnixAddr::new(&place.path())?) {
+        Err(Errno::ECONNREFUSED) => place.remove().context("failed to remove the old socket"),
         _ => bail!("another program serves there; choose another path"),
     }
 }
@@ -219,30 +217,28 @@ fn remove_stale_socket(path: &Path) -> Result<()> {
 /// The file of a Unix socket.
 #[derive(Debug)]
 struct SocketFile {
-    path: PathBuf,
-    /// Device and inode: the path can have become another program's file.
+    place: FileName,
+    /// Device and inode: the name can have become another program's file.
     id: (u64, u64),
 }
 
 impl SocketFile {
-    fn of(path: &Path) -> io::Result<Self> {
-        // The current folder can be another one later.
-        let path = std::path::absolute(path)?;
-        let id = id(&path)?;
-        Ok(Self { path, id })
+    fn of(place: FileName) -> Result<Self> {
+        let id = id(&place)?.context("it was removed at once")?;
+        Ok(Self { place, id })
     }
 
     fn remove(&self) {
-        if id(&self.path).is_ok_and(|id| id == self.id) {
+        if id(&self.place).is_ok_and(|id| id == Some(self.id)) {
             // If this fails, the next server at this path finds that nobody listens, and removes the file.
-            let _ = fs::remove_file(&self.path);
+            let _ = self.place.remove();
         }
     }
 }
 
-fn id(path: &Path) -> io::Result<(u64, u64)> {
-    let file = fs::symlink_metadata(path)?;
-    Ok((file.dev(), file.ino()))
+fn id(place: &FileName) -> Result<Option<(u64, u64)>> {
+    let existing = place.existing()?;
+    Ok(existing.map(|file| (file.st_dev, file.st_ino)))
 }
 
 /// Closes the socket, so that nothing is left however the run ends.
@@ -296,6 +292,8 @@ pub(super) fn is_local(host: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn tcp(address: &str) -> Result<Address, String> {

@@ -27,9 +27,8 @@ use nix::time::{ClockId, clock_gettime};
 pub use self::heap::Heaps;
 use self::message::{TracePacket, TrackDescriptor};
 pub use self::tracks::Tracks;
-use crate::export::atomic_file::expect_file;
 use crate::print::clock;
-use crate::print::text;
+use crate::print::file_name::FileName;
 
 /// Bytes of packets that are buffered before they are written.
 const FLUSH_BYTES: usize = 1 << 20;
@@ -57,9 +56,10 @@ struct Trace {
 impl Trace {
     /// Begins a trace in a new file, or truncates an existing one.
     fn create(path: &Path, tool: &'static str) -> Result<Self> {
-        let name = text::escape_bytes(path.as_os_str().as_encoded_bytes());
-        expect_file(path)?;
-        let file = File::create(path).with_context(|| format!("failed to write {name}"))?;
+        let place = FileName::find(path)?;
+        let name = place.shown().to_owned();
+        let file = place.replaceable().and_then(|_| place.open_empty());
+        let file = file.with_context(|| format!("failed to write {name}"))?;
         let suspended = suspended();
         let run = (tool, std::process::id(), clock::monotonic_ns());
         let mut trace = Self {

@@ -9,6 +9,7 @@ use jiff::Zoned;
 use jiff::tz::TimeZone;
 use memtools::export::atomic_file::AtomicFile;
 use memtools::print::clock;
+use memtools::print::file_name::FileName;
 use memtools::print::output::{Row, SCHEMA};
 use memtools::print::text;
 use memtools::process::container::{self, CgroupInfo};
@@ -203,7 +204,7 @@ impl ReportFolder {
         let write = |ending: &str, content: &dyn Fn(&mut dyn Write) -> io::Result<()>| {
             let file = AtomicFile::at(&self.folder.join(format!("{name}.{ending}")))?;
             file.write(|out| Ok(content(out)?))?;
-            anyhow::Ok(file.name())
+            anyhow::Ok(file.name().to_owned())
         };
         let text = write("txt", &|out| rows.text(out))?;
         let json = write("json", &|out| {
@@ -238,7 +239,8 @@ impl ReportFolder {
         files.sort();
         let too_many = files.len().saturating_sub(2 * self.keep);
         for path in files.into_iter().take(too_many) {
-            fs::remove_file(&path)
+            let file = FileName::find(&path)?;
+            file.remove()
                 .with_context(|| format!("failed to remove {}", path.display()))?;
         }
         Ok(())
