@@ -18,6 +18,7 @@
 #                        testing; the crate installed by cargo without clang; the image run as a pod is
 #   make test-clone SUITE=trixie   built in a clean root of a Debian suite, with the demo and the tests without BPF
 #   make test-reproducible   the release built once more, elsewhere, and compared
+#   make audit     known vulnerabilities of the dependencies, from a database that only the network has
 #   make bench     overhead beside peers, as ratios
 #   make clean
 
@@ -68,7 +69,7 @@ PACKAGES_PACKAGES = rpm
 IMAGE_PACKAGES = buildah
 PACKAGES_TEST_PACKAGES = python3-venv python3-yaml lintian rpmlint mmdebstrap debian-archive-keyring
 
-.PHONY: build deps demo format test test-all lint test-unit test-clone test-host test-vm install uninstall release packages crate image test-packages test-reproducible bench clean vmlinux
+.PHONY: build deps demo format test test-all lint test-unit test-clone test-host test-vm install uninstall release packages crate image test-packages test-reproducible audit bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -177,6 +178,11 @@ test-packages: packages crate image
 test-clone:
 	@scripts/need mmdebstrap debian-archive-keyring
 	tests/packages/clone $(SUITE) $(PROFILE) $(TARGET)
+
+# Without this file's flags: cargo-audit is a program for this machine.
+audit:
+	command -v cargo-audit >/dev/null || env -u RUSTFLAGS $(CARGO) install --locked cargo-audit
+	$(CARGO) audit
 
 test-reproducible: release
 	tests/packages/reproducible target/dist/bpf-memtools-$(VERSION)-$(TARGET).tar.zst

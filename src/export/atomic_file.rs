@@ -104,9 +104,10 @@ fn inherit(draft: &File, existing: Option<&Existing>) -> Result<()> {
     inherit_attributes(draft, file)?;
     // Without the bits by which a program runs as the file's owner.
     let mode = Mode::from_bits_truncate(status.st_mode & 0o777);
-    let own = fstat(draft)?;
+    let own = fstat(draft).map_err(io::Error::from)?;
     if own.st_mode & 0o777 != mode.bits() {
-        fchmod(draft.as_fd(), mode).context("failed to keep the file's mode")?;
+        let changed = fchmod(draft.as_fd(), mode).map_err(io::Error::from);
+        changed.context("failed to keep the file's mode")?;
     }
     let (owner, group) = (status.st_uid, status.st_gid);
     if (own.st_uid, own.st_gid) != (owner, group) {
@@ -115,7 +116,7 @@ fn inherit(draft: &File, existing: Option<&Existing>) -> Result<()> {
             Some(Uid::from_raw(owner)),
             Some(Gid::from_raw(group)),
         );
-        changed.with_context(|| {
+        changed.map_err(io::Error::from).with_context(|| {
             format!("failed to keep the file's owner, {owner}:{group}; remove the file, or name another one")
         })?;
     }

@@ -1,16 +1,17 @@
 //! Profiles of earlier runs, which reports are compared with by the names of functions: names do not change when a
 //! program is rebuilt, or mapped elsewhere.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use flate2::read::MultiGzDecoder;
 use jiff::Zoned;
-use prost::Message;
+use prost::{Message, encoding};
 
 use crate::export::folded;
 use crate::export::pprof::Encoded;
@@ -19,8 +20,14 @@ use crate::export::profile::{Profile, ValueType};
 use crate::print::clock;
 use crate::print::text;
 
-/// Limit on the size of an unpacked profile, in bytes: forty times the size of 75,000 stacks of a compiler.
-const MAX_BYTES: u64 = 1 << 30;
+/// Limit on the size of an unpacked profile, in bytes: ten times the size of 75,000 stacks of a compiler.
+const MAX_BYTES: u64 = 256 << 20;
+/// Limit on the memory that is built from a profile, in bytes. An entry of a table takes up to fifty times the two bytes
+/// that it has in the file, and each use of a name is a copy.
+const MAX_BUILT: usize = 1 << 30;
+/// Limit on the size of an entry of a table in the file, in bytes: forty times a stack of 1000 frames. The memory of an
+/// entry is counted after the entry is built.
+const MAX_ENTRY: usize = 1 << 20;
 /// First bytes of a gzip file.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 
@@ -63,8 +70,9 @@ impl SavedProfile {
     pub fn read(path: &Path) -> Result<Self> {
         let file = text::escape_bytes(path.as_os_str().as_encoded_bytes());
         let read = || -> Result<Self> {
-            let profile = decode(&unpacked(path)?)?;
-            let tables = Tables::of(&profile);
+            let built = Built::default();
+            let profile = decode(&unpacked(path)?, &built)?;
+            let tables = Tables::of(&profile, built);
             let kinds = profile.sample_type.iter();
             let kinds =
                 kinds.map(|kind| Ok((tables.string(kind.kind)?, tables.string(kind.unit)?)));
@@ -127,7 +135,7 @@ impl SavedProfile {
     pub fn changes(&self, report: &Profile) -> Result<Vec<Change>> {
         let places = self.places(&report.values)?;
         let report = Encoded::of(report);
-        let mut now = Tables::of(&report.0).stacks()?;
+        let mut now = Tables::of(&report.0, Built::unlimited()).stacks()?;
         let mut changes = Vec::new();
         for (names, values) in &self.stacks {
             let value = |&place: &usize| values.get(place).copied().unwrap_or_default();
@@ -182,33 +190,118 @@ fn unpacked(path: &Path) -> Result<Vec<u8>> {
         all.take(MAX_BYTES).read_to_end(&mut bytes)
     };
     read.context("it is no whole gzip file")?;
-    ensure!((bytes.len() as u64) < MAX_BYTES, "it is larger than 1 GiB");
+    ensure!(
+        (bytes.len() as u64) < MAX_BYTES,
+        "it is larger than 256 MiB"
+    );
     Ok(bytes)
 }
 
-fn decode(bytes: &[u8]) -> Result<message::Profile> {
-    let profile = message::Profile::decode(bytes);
-    match profile {
-        Ok(profile) if !profile.sample_type.is_empty() => Ok(profile),
-        _ => bail!("it is no profile of pprof's format"),
+/// Decodes a profile field by field, and stops when too much memory is built.
+fn decode(mut bytes: &[u8], built: &Built) -> Result<message::Profile> {
+    const WRONG: &str = "it is no profile of pprof's format";
+    let mut profile = message::Profile::default();
+    built.add(bytes.len())?;
+    while !bytes.is_empty() {
+        let before = bytes.len();
+        let (tag, wire_type) = encoding::decode_key(&mut bytes).context(WRONG)?;
+        if wire_type == encoding::WireType::LengthDelimited {
+            let length = encoding::decode_varint(&mut &*bytes).context(WRONG)?;
+            ensure!(
+                length <= MAX_ENTRY as u64,
+                "it is damaged: an entry is too large"
+            );
+        }
+        let context = encoding::DecodeContext::default();
+        let merged = profile.merge_field(tag, wire_type, &mut bytes, context);
+        merged.context(WRONG)?;
+        built.add(entry_bytes(&profile, tag) + (before - bytes.len()))?;
+    }
+    ensure!(!profile.sample_type.is_empty(), WRONG);
+    Ok(profile)
+}
+
+/// Returns the memory that the last entry of the table with this tag takes, in bytes, with its place in an index.
+fn entry_bytes(profile: &message::Profile, tag: u32) -> usize {
+    /// Bytes of an index per entry. A table grows by doubling, and so is up to half empty.
+    const INDEX: usize = 4 * size_of::<(u64, usize)>();
+    fn table<T>(entries: &[T]) -> usize {
+        2 * size_of::<T>() * usize::from(!entries.is_empty())
+    }
+    match tag {
+        2 => {
+            let of = |sample: &message::Sample| {
+                (sample.location_id.capacity() + sample.value.capacity()) * size_of::<u64>()
+                    + sample.label.capacity() * size_of::<message::Label>()
+            };
+            table(&profile.sample) + profile.sample.last().map_or(0, of)
+        }
+        3 => table(&profile.mapping) + INDEX,
+        4 => {
+            let of = |location: &message::Location| {
+                location.line.capacity() * size_of::<message::Line>()
+            };
+            table(&profile.location) + profile.location.last().map_or(0, of) + INDEX
+        }
+        5 => table(&profile.function) + INDEX,
+        _ => 2 * size_of::<String>(),
+    }
+}
+
+/// Memory that was built from a profile, in bytes.
+#[derive(Debug)]
+struct Built {
+    bytes: Cell<usize>,
+    limit: usize,
+}
+
+impl Default for Built {
+    fn default() -> Self {
+        Self {
+            bytes: Cell::new(0),
+            limit: MAX_BUILT,
+        }
+    }
+}
+
+impl Built {
+    /// Memory for a profile of our own.
+    fn unlimited() -> Self {
+        Self {
+            limit: usize::MAX,
+            ..Self::default()
+        }
+    }
+
+    fn add(&self, bytes: usize) -> Result<()> {
+        let sum = self.bytes.get().saturating_add(bytes);
+        self.bytes.set(sum);
+        ensure!(
+            sum <= self.limit,
+            "reading it takes more than {} MiB of memory",
+            self.limit >> 20
+        );
+        Ok(())
     }
 }
 
 /// Tables of a profile, with an index of each by the ids of its entries.
 struct Tables<'a> {
     profile: &'a message::Profile,
+    built: Built,
     locations: HashMap<u64, &'a message::Location>,
     functions: HashMap<u64, &'a message::Function>,
     mappings: HashMap<u64, &'a message::Mapping>,
 }
 
 impl<'a> Tables<'a> {
-    fn of(profile: &'a message::Profile) -> Self {
+    fn of(profile: &'a message::Profile, built: Built) -> Self {
         let locations = profile.location.iter();
         let functions = profile.function.iter();
         let mappings = profile.mapping.iter();
         Self {
             profile,
+            built,
             locations: locations.map(|entry| (entry.id, entry)).collect(),
             functions: functions.map(|entry| (entry.id, entry)).collect(),
             mappings: mappings.map(|entry| (entry.id, entry)).collect(),
@@ -218,20 +311,27 @@ impl<'a> Tables<'a> {
     fn string(&self, index: i64) -> Result<String> {
         let strings = &self.profile.string_table;
         let string = usize::try_from(index).ok().and_then(|at| strings.get(at));
-        Ok(text::display_name(
-            string.context("it is damaged: a string is missing")?,
-        ))
+        let string = string.context("it is damaged: a string is missing")?;
+        let shown = text::display_name(string);
+        self.built.add(2 * size_of::<String>() + shown.capacity())?;
+        Ok(shown)
     }
 
     /// Sums up the values of each stack, over all processes and addresses.
     fn stacks(&self) -> Result<HashMap<StackNames, Vec<i64>>> {
         let mut stacks: HashMap<StackNames, Vec<i64>> = HashMap::new();
         for sample in &self.profile.sample {
+            let before = self.built.bytes.get();
             match stacks.entry(self.names(sample)?) {
                 Entry::Vacant(new) => {
+                    // The entry is in a table that is up to half empty.
+                    let entry = 2 * size_of::<(StackNames, Vec<i64>)>();
+                    self.built.add(entry + size_of_val(&*sample.value))?;
                     new.insert(sample.value.clone());
                 }
                 Entry::Occupied(mut sums) => {
+                    // Its names are dropped.
+                    self.built.bytes.set(before);
                     for (sum, value) in sums.get_mut().iter_mut().zip(&sample.value) {
                         *sum = sum.saturating_add(*value);
                     }
@@ -430,12 +530,45 @@ mod tests {
         let whole = Encoded::of(&profile(vec![sample(&["f"], 1, [1, 1])])).0;
         let mut damaged = whole.clone();
         damaged.sample[0].location_id = vec![77];
-        assert!(Tables::of(&damaged).stacks().is_err());
+        assert!(Tables::of(&damaged, Built::default()).stacks().is_err());
         let mut damaged = whole.clone();
         damaged.function[0].name = i64::MIN;
-        assert!(Tables::of(&damaged).stacks().is_err());
+        assert!(Tables::of(&damaged, Built::default()).stacks().is_err());
         let mut damaged = whole;
         damaged.location[0].line[0].function_id = 9;
-        assert!(Tables::of(&damaged).stacks().is_err());
+        assert!(Tables::of(&damaged, Built::default()).stacks().is_err());
+    }
+
+    #[test]
+    fn what_is_built_is_limited_not_what_is_read() {
+        let built = || Built {
+            limit: 1 << 20,
+            ..Built::default()
+        };
+        let refused = |bytes: &[u8]| {
+            let error = decode(bytes, &built()).expect_err("too much");
+            error.to_string()
+        };
+        // Empty samples, strings, locations and functions: twenty to two hundred bytes are built of the two of each.
+        for tag in [0x12, 0x32, 0x22, 0x2a] {
+            let refused = refused(&[tag, 0].repeat(30_000));
+            assert!(
+                refused.contains("takes more than 1 MiB"),
+                "{tag}: {refused}"
+            );
+        }
+        let mut large = vec![0x32, 0xff, 0xff, 0xff, 0x7f];
+        large.resize(64, 0);
+        assert!(refused(&large).contains("an entry is too large"));
+
+        // A name of 4000 bytes in each of 1000 frames: a few kilobytes.
+        let name = "f".repeat(4000);
+        let stack = profile(vec![sample(&vec![&*name; 1000], 1, [1, 1])]);
+        let encoded = Encoded::of(&stack);
+        let bytes = encoded.0.encode_to_vec();
+        assert!(bytes.len() < 64 << 10, "{}", bytes.len());
+        let tables = Tables::of(&encoded.0, built());
+        let error = tables.stacks().expect_err("too much").to_string();
+        assert!(error.contains("takes more than 1 MiB"), "{error}");
     }
 }

@@ -120,7 +120,7 @@ enum Socket {
 }
 
 impl Listener {
-    fn bind(address: &Address) -> Result<Self> {
+    pub(super) fn bind(address: &Address) -> Result<Self> {
         let failed = || format!("failed to serve at {address}");
         match address {
             Address::Tcp(tcp) => {

@@ -5,13 +5,13 @@
 
 use std::fmt::Write as _;
 use std::io::{self, Read};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use jiff::fmt::rfc2822::DateTimePrinter;
 
 use crate::serve::address::{Stream, is_local};
+use crate::serve::body::Body;
 
 /// Maximum size of a request, in bytes.
 pub(super) const MAX_REQUEST_BYTES: usize = 8 << 10;
@@ -84,7 +84,7 @@ pub(super) struct Response {
     pub(super) content_type: &'static str,
     /// Further headers.
     pub(super) headers: Vec<(&'static str, String)>,
-    pub(super) body: Arc<[u8]>,
+    pub(super) body: Body,
 }
 
 impl Response {
@@ -100,7 +100,7 @@ impl Response {
             status,
             content_type: "text/plain; charset=utf-8",
             headers,
-            body: format!("{message}\n").into_bytes().into(),
+            body: Body::message(format!("{message}\n")),
         }
     }
 
@@ -111,7 +111,7 @@ impl Response {
              Cross-Origin-Resource-Policy: same-origin\r\n",
             self.status.line(),
             self.content_type,
-            self.body.len(),
+            self.body.bytes().len(),
         );
         // Writing to a String does not fail.
         if let Ok(date) = DateTimePrinter::new().timestamp_to_rfc9110_string(&Timestamp::now()) {
@@ -128,7 +128,7 @@ impl Response {
         let deadline = Instant::now() + WRITING;
         write_all(stream, self.head().as_bytes(), deadline)?;
         if !head_only {
-            write_all(stream, &self.body, deadline)?;
+            write_all(stream, self.body.bytes(), deadline)?;
         }
         stream.end()?;
         let (time, most) = LINGERING;

@@ -9,6 +9,7 @@
 //! | [`address`] | the option and its address: loopback or a Unix socket, unless told otherwise |
 //! | [`server`] | connections, each with its thread |
 //! | `exchange` | requests for reports, and the reports, between the threads |
+//! | `body` | bodies of responses, and the memory that they may take |
 //! | `http` | HTTP requests and responses, also to requests that are refused |
 //! | `pages` | which path has what, in which format |
 //! | [`report`] | contents of a report that is served |
@@ -17,6 +18,7 @@
 //! | [`openmetrics`] | numbers for Prometheus |
 
 pub mod address;
+mod body;
 mod exchange;
 mod html;
 mod http;

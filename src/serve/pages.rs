@@ -1,13 +1,15 @@
 //! Paths of the server: those of Go's net/http/pprof, and our own.
 
+use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::serve::body::{Body, BodyMemory, NoBody};
 use crate::serve::exchange::Unavailable;
 use crate::serve::html;
 use crate::serve::http::{Request, Response, Status};
 use crate::serve::openmetrics;
-use crate::serve::report::{self, Content, ServedReport};
+use crate::serve::report::{Content, ServedReport};
 use crate::serve::server::{Permit, Shared};
 
 /// Path at which Go programs have their profiles.
@@ -22,9 +24,6 @@ const PAGE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; frame-
 const FLAME_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; \
                             script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'";
 
-/// A report in one format, or an error message.
-type Body = Result<Arc<[u8]>, String>;
-
 /// Answers a request.
 pub(super) fn answer(request: &Request, shared: &Arc<Shared>) -> Response {
     let answer = match request.path.as_str() {
@@ -32,7 +31,7 @@ pub(super) fn answer(request: &Request, shared: &Arc<Shared>) -> Response {
         "/flame.svg" => with_report(shared, flame),
         "/metrics" => with_report(shared, metrics),
         path => match path.strip_prefix(PPROF) {
-            Some("") => Ok(html(html::index())),
+            Some("") => Ok(html(Body::message(html::index()))),
             // Go programs distinguish the two by the value that is shown first. Here both have all values that are
             // known.
             Some(name @ ("heap" | "allocs")) => profile(name, request, shared).map_err(as_go),
@@ -54,11 +53,21 @@ fn as_go(mut message: Response) -> Response {
 
 fn with_report(
     shared: &Shared,
-    make: fn(&ServedReport, &Content) -> Result<Response, String>,
+    make: fn(&ServedReport, &Content, &Arc<BodyMemory>) -> Result<Response, NoBody>,
 ) -> Result<Response, Response> {
     let report = shared.exchange.report().map_err(unavailable)?;
     let content = content(&report)?;
-    make(&report, content).map_err(|error| Response::text(Status::InternalError, &error))
+    make(&report, content, &shared.bodies).map_err(no_body)
+}
+
+fn no_body(reason: NoBody) -> Response {
+    match reason {
+        NoBody::Full => {
+            let message = "clients are being sent as much as there is memory for; try again, or raise --mem-limit";
+            Response::text(Status::Unavailable, message)
+        }
+        NoBody::Failed(error) => Response::text(Status::InternalError, &format!("{error:#}")),
+    }
 }
 
 fn content(report: &ServedReport) -> Result<&Content, Response> {
@@ -74,7 +83,7 @@ fn unavailable(reason: Unavailable) -> Response {
     Response::text(Status::Unavailable, message)
 }
 
-fn ok(content_type: &'static str, body: Arc<[u8]>) -> Response {
+fn ok(content_type: &'static str, body: Body) -> Response {
     Response {
         status: Status::Ok,
         content_type,
@@ -83,27 +92,43 @@ fn ok(content_type: &'static str, body: Arc<[u8]>) -> Response {
     }
 }
 
-fn html(page: String) -> Response {
+fn html(page: Body) -> Response {
     Response {
         headers: vec![("Content-Security-Policy", PAGE_POLICY.to_owned())],
-        ..ok("text/html; charset=utf-8", page.into_bytes().into())
+        ..ok("text/html; charset=utf-8", page)
     }
 }
 
-fn page(_: &ServedReport, content: &Content) -> Result<Response, String> {
-    Ok(html(html::page(&content.page)))
+fn page(
+    report: &ServedReport,
+    content: &Content,
+    bodies: &Arc<BodyMemory>,
+) -> Result<Response, NoBody> {
+    let page = || bodies.body(|out| Ok(out.write_all(html::page(&content.page).as_bytes())?));
+    report.html.get_or_make(page).map(html)
 }
 
-fn flame(report: &ServedReport, content: &Content) -> Result<Response, String> {
-    let body = report.flame.get_or_init(|| content.flame()).clone()?;
+fn flame(
+    report: &ServedReport,
+    content: &Content,
+    bodies: &Arc<BodyMemory>,
+) -> Result<Response, NoBody> {
+    let body = report
+        .flame
+        .get_or_make(|| bodies.body(|out| content.draw_flame_graph(out)))?;
     Ok(Response {
         headers: vec![("Content-Security-Policy", FLAME_POLICY.to_owned())],
         ..ok("image/svg+xml; charset=utf-8", body)
     })
 }
 
-fn metrics(_: &ServedReport, content: &Content) -> Result<Response, String> {
-    let body = report::write_to_bytes(|out| Ok(openmetrics::write(&content.families, out)?))?;
+fn metrics(
+    report: &ServedReport,
+    content: &Content,
+    bodies: &Arc<BodyMemory>,
+) -> Result<Response, NoBody> {
+    let metrics = || bodies.body(|out| Ok(openmetrics::write(&content.families, out)?));
+    let body = report.metrics.get_or_make(metrics)?;
     Ok(ok(openmetrics::CONTENT_TYPE, body))
 }
 
@@ -126,12 +151,12 @@ fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Respon
         None => {
             let report = shared.exchange.report().map_err(unavailable)?;
             let content = content(&report)?;
-            let body = report.pprof.get_or_init(|| content.pprof()).clone();
+            let pprof = || shared.bodies.body(|out| content.encoded.write(out));
+            let body = report.pprof.get_or_make(pprof).map_err(no_body)?;
             (body, name.to_owned())
         }
         Some(seconds) => (difference(seconds, shared)?, format!("{name}-delta")),
     };
-    let body = body.map_err(|error| Response::text(Status::InternalError, &error))?;
     let disposition = format!("attachment; filename=\"{name}\"");
     Ok(Response {
         headers: vec![("Content-Disposition", disposition)],
@@ -140,18 +165,20 @@ fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Respon
 }
 
 /// Returns the profile as text, for people.
-fn text(_: &ServedReport, content: &Content) -> Result<Response, String> {
-    let mut is_heap = false;
-    let body = report::write_to_bytes(|out| {
-        is_heap = content.encoded.write_text(out)?;
-        Ok(())
-    })?;
-    Ok(match is_heap {
-        true => ok("text/plain; charset=utf-8", body),
-        false => Response::text(
+fn text(
+    report: &ServedReport,
+    content: &Content,
+    bodies: &Arc<BodyMemory>,
+) -> Result<Response, NoBody> {
+    let text = || bodies.body(|out| content.encoded.write_text(out).map(drop));
+    let body = report.text.get_or_make(text)?;
+    // What has a text form has at least one line.
+    Ok(match body.bytes() {
+        [] => Response::text(
             Status::NotImplemented,
             "this has no text form (debug), as it is of no heap: without debug comes the profile",
         ),
+        _ => ok("text/plain; charset=utf-8", body),
     })
 }
 
@@ -178,7 +205,6 @@ fn difference(seconds: &str, shared: &Arc<Shared>) -> Result<Body, Response> {
     exchange.pause(until).map_err(unavailable)?;
     let (later, _) = exchange.report_from(Some(until)).map_err(unavailable)?;
     let (earlier, later) = (content(&earlier)?, content(&later)?);
-    Ok(report::write_to_bytes(|out| {
-        later.encoded.since(&earlier.encoded).write(out)
-    }))
+    let difference = |out: &mut dyn Write| later.encoded.since(&earlier.encoded).write(out);
+    shared.bodies.body(difference).map_err(no_body)
 }

@@ -3,7 +3,6 @@
 use std::cmp::Reverse;
 use std::fmt;
 use std::io::Write;
-use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use anyhow::Result;
@@ -12,6 +11,7 @@ use crate::export::flame::Graph;
 use crate::export::pprof::Encoded;
 use crate::export::profile::{Profile, Sample};
 use crate::print::{clock, text};
+use crate::serve::body::CachedBody;
 use crate::serve::openmetrics::Family;
 use crate::serve::trend::{Key, Trend, Trends};
 use crate::stacks::named::{Frame, NamedStack};
@@ -19,14 +19,14 @@ use crate::stacks::named::{Frame, NamedStack};
 /// Number of stacks in each table of the page.
 const TOP: usize = 10;
 
-/// A report in one format, made once, or an error message.
-type CachedBody = OnceLock<Result<Arc<[u8]>, String>>;
-
 /// A report, and its formats as they were first asked for.
 #[derive(Default)]
 pub struct ServedReport {
     pub(super) content: Option<Content>,
+    pub(super) html: CachedBody,
+    pub(super) metrics: CachedBody,
     pub(super) pprof: CachedBody,
+    pub(super) text: CachedBody,
     pub(super) flame: CachedBody,
 }
 
@@ -92,22 +92,10 @@ impl ServedReport {
 }
 
 impl Content {
-    pub(super) fn pprof(&self) -> Result<Arc<[u8]>, String> {
-        write_to_bytes(|out| self.encoded.write(out))
+    /// Draws the flame graph.
+    pub(super) fn draw_flame_graph(&self, out: &mut dyn Write) -> Result<()> {
+        self.graph.draw(out)
     }
-
-    pub(super) fn flame(&self) -> Result<Arc<[u8]>, String> {
-        write_to_bytes(|out| self.graph.draw(out))
-    }
-}
-
-/// Collects the bytes that a format writes.
-pub(super) fn write_to_bytes(
-    write: impl FnOnce(&mut dyn Write) -> Result<()>,
-) -> Result<Arc<[u8]>, String> {
-    let mut bytes = Vec::new();
-    let written = write(&mut bytes).map_err(|error| format!("{error:#}"));
-    written.map(|()| bytes.into())
 }
 
 /// A sample, while the rows of the page are chosen.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use crate::serve::address::{Address, Listener, Stream};
+use crate::serve::body::BodyMemory;
 use crate::serve::exchange::Exchange;
 use crate::serve::report::ServedReport;
 use crate::serve::{http, pages};
@@ -30,21 +31,23 @@ pub struct Server {
 pub(super) struct Shared {
     listener: Listener,
     pub(super) exchange: Exchange,
+    pub(super) bodies: Arc<BodyMemory>,
     connections: Semaphore,
     /// Connections that wait for a difference, limited so that they do not keep all others out.
     pub(super) differences: Semaphore,
 }
 
 impl Server {
-    /// Begins to accept clients. They wait until the trace has begun. The threads inherit the priority of the calling
+    /// Begins to accept clients, to which at most `memory` bytes are sent at once. Clients wait until the trace has begun. The threads inherit the priority of the calling
     /// thread: call this before that priority is raised.
     ///
     /// # Errors
     /// If a thread cannot be started.
-    pub fn start(listener: Listener) -> Result<Self> {
+    pub fn start(listener: Listener, memory: usize) -> Result<Self> {
         let shared = Arc::new(Shared {
             listener,
             exchange: Exchange::new()?,
+            bodies: BodyMemory::new(memory),
             connections: Semaphore::new(MAX_CONNECTIONS),
             differences: Semaphore::new(MAX_DIFFERENCES),
         });
@@ -193,5 +196,116 @@ impl Permit {
 impl Drop for Permit {
     fn drop(&mut self) {
         (self.slots)(&self.shared).release();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+    use std::path::Path;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Instant;
+
+    use nix::poll::{PollFd, PollFlags, poll};
+
+    use super::*;
+    use crate::export::profile::{Profile, Sample, ValueType};
+    use crate::print::clock;
+    use crate::serve::trend::Trends;
+    use crate::stacks::named::{Frame, NamedStack, Part};
+
+    /// Limit on the memory for bodies. The text of the report is more than half as large.
+    const LIMIT: usize = 4 << 20;
+
+    /// Report of 200 stacks with 60 frames each.
+    fn report() -> ServedReport {
+        let frame = |at: u64| Frame {
+            address: at,
+            instruction: at,
+            symbol: Some((format!("function_{at}_{}", "x".repeat(200)).into(), at)),
+            ..Frame::default()
+        };
+        let sample = |stack: u64| Sample {
+            stack: NamedStack {
+                pid: 7,
+                comm: "demo".into(),
+                user: Some(Part {
+                    frames: (0..60).map(|at| frame(stack * 100 + at)).collect(),
+                    truncated: None,
+                }),
+                ..NamedStack::default()
+            },
+            values: vec![1, 37],
+        };
+        let profile = Profile {
+            tool: "memleak",
+            target: "pid 7".into(),
+            subject: "outstanding allocations".into(),
+            since: clock::now(),
+            until: clock::now(),
+            values: vec![
+                ValueType::count("inuse_objects", "allocations"),
+                ValueType::bytes("inuse_space"),
+            ],
+            main_value: 1,
+            by_thread: false,
+            samples: (0..200).map(sample).collect(),
+            remarks: Vec::new(),
+        };
+        ServedReport::new(&profile, &[], &Trends::default(), Vec::new(), None)
+    }
+
+    fn request(path: &Path) -> UnixStream {
+        let mut client = UnixStream::connect(path).expect("it listens");
+        let request = b"GET /debug/pprof/heap?debug=1 HTTP/1.1\r\nHost: localhost\r\n\r\n";
+        client.write_all(request).expect("room");
+        client
+    }
+
+    fn answer(mut client: UnixStream) -> String {
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).expect("an answer");
+        answer
+    }
+
+    /// Answers the requests for reports until `done` is set.
+    fn trace(server: &Server, done: &AtomicBool) {
+        while !done.load(Ordering::Relaxed) {
+            let mut fds = [PollFd::new(server.as_fd(), PollFlags::POLLIN)];
+            if poll(&mut fds, 10u8).expect("poll") == 1 {
+                server.answer(|| Ok(report())).expect("a report");
+            }
+        }
+    }
+
+    #[test]
+    fn slow_readers_share_one_copy_and_take_no_more_than_the_limit() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&Address::Unix(path.clone())).expect("a socket");
+        let server = Server::start(listener, LIMIT).expect("a thread");
+        let (done, bodies) = (AtomicBool::new(false), &server.shared.bodies);
+        let (first, refused, used) = thread::scope(|scope| {
+            scope.spawn(|| trace(&server, &done));
+            let first = answer(request(&path));
+            // All connections but one are of clients that do not read.
+            let slow: Vec<_> = (1..MAX_CONNECTIONS).map(|_| request(&path)).collect();
+            let mut refused = 0;
+            let begun = Instant::now();
+            while refused < 3 && begun.elapsed() < Duration::from_secs(8) {
+                refused += usize::from(answer(request(&path)).starts_with("HTTP/1.1 503 "));
+                assert!(bodies.used() <= LIMIT, "{}", bodies.used());
+            }
+            let used = bodies.used();
+            drop(slow);
+            done.store(true, Ordering::Relaxed);
+            (first, refused, used)
+        });
+        assert!(first.starts_with("HTTP/1.1 200 "), "{}", &first[..100]);
+        assert!(first.len() > LIMIT / 2, "{}", first.len());
+        // The next report's text does not fit beside the copy that all of the slow clients share.
+        assert_eq!(refused, 3, "more than one copy fits");
+        assert!(used <= first.len(), "{used} for {}", first.len());
     }
 }

@@ -35,6 +35,8 @@ const DEFAULT_OLDER_MS: u64 = 500;
 
 /// The part of --mem-limit that stacks may take: a quarter.
 const STACKS_PART: u64 = 4;
+/// Part of `--mem-limit` that is for clients of `--serve`.
+const SERVED_PART: u64 = 8;
 
 /// Bytes of memleak's own memory that a block takes while a report is made, as measured with four million blocks.
 const REPORTED_BLOCK_BYTES: u64 = 72;
@@ -307,9 +309,16 @@ impl Args {
         }
     }
 
+    /// Returns the bytes that --serve may send to all clients at once.
+    pub(crate) fn served_bytes(&self) -> usize {
+        let part = self.mem_limit / SERVED_PART;
+        let bytes = self.serve.serve.as_ref().map_or(0, |_| part);
+        usize::try_from(bytes).unwrap_or(usize::MAX)
+    }
+
     /// Returns the bytes that following blocks may take, if --max-allocs does not limit the blocks.
     pub(crate) fn bytes_for_blocks(&self) -> u64 {
-        self.mem_limit - self.mem_limit / STACKS_PART
+        self.mem_limit - self.mem_limit / STACKS_PART - self.served_bytes() as u64
     }
 
     /// Refuses --max-allocs if so many blocks take more than --mem-limit of the kernel's memory.

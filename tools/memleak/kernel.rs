@@ -57,7 +57,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     check_cache(args.kernel.cache.as_deref())?;
     let slabinfo = args.kernel.by_cache.then(Slabinfo::read);
     eprintln!("Attaching to kernel allocators, Ctrl+C to quit.");
-    let server = listener.map(Server::start).transpose()?;
+    let server = listener.map(|listener| Server::start(listener, args.served_bytes()));
+    let server = server.transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
     let attached = probes::start(args, &filter, args.kernel.kinds())?;

@@ -87,7 +87,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         bpf::prefetch_kernel_types();
     }
     let mut target = Targets::choose(args)?;
-    let server = listener.map(Server::start).transpose()?;
+    let server = listener.map(|listener| Server::start(listener, args.served_bytes()));
+    let server = server.transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
     let mut symbolizer = target.symbolizer()?.with_source(
