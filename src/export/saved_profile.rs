@@ -204,9 +204,9 @@ fn decode(mut bytes: &[u8], built: &Built) -> Result<message::Profile> {
     built.add(bytes.len())?;
     while !bytes.is_empty() {
         let before = bytes.len();
-        let (tag, wire_type) = encoding::decode_key(&mut bytes).context(WRONG)?;
+        let (tag, wire_type) = encoding::decode_key(&mut bytes).ok().context(WRONG)?;
         if wire_type == encoding::WireType::LengthDelimited {
-            let length = encoding::decode_varint(&mut &*bytes).context(WRONG)?;
+            let length = encoding::decode_varint(&mut &*bytes).ok().context(WRONG)?;
             ensure!(
                 length <= MAX_ENTRY as u64,
                 "it is damaged: an entry is too large"
@@ -214,7 +214,7 @@ fn decode(mut bytes: &[u8], built: &Built) -> Result<message::Profile> {
         }
         let context = encoding::DecodeContext::default();
         let merged = profile.merge_field(tag, wire_type, &mut bytes, context);
-        merged.context(WRONG)?;
+        merged.ok().context(WRONG)?;
         built.add(entry_bytes(&profile, tag) + (before - bytes.len()))?;
     }
     ensure!(!profile.sample_type.is_empty(), WRONG);

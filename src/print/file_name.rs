@@ -1,9 +1,9 @@
 //! Names under which tools create files. Every file, FIFO or socket that an option names is found here, so that no other
 //! user of the machine decides what is written to.
 //!
-//! The rules are those of fs.protected_symlinks, fs.protected_regular and fs.protected_fifos (sysctl/fs.rst), also
-//! where these are off, and a little stricter: a link leads only to what belongs to the link's owner, unless that is
-//! root or the tool's own user.
+//! The rules of fs.protected_symlinks, fs.protected_regular and fs.protected_fifos (sysctl/fs.rst) apply, also where
+//! these are off, and a stricter one: a link leads only to what belongs to the link's owner, unless that is root or the
+//! tool's own user.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;

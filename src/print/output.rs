@@ -118,8 +118,7 @@ impl Output {
             Ok(Sink::File(file))
         };
         let sink = open();
-        let sink =
-            sink.with_context(|| format!("failed to open {} for --output", place.shown()))?;
+        let sink = sink.with_context(|| format!("failed to write {}", place.shown()))?;
         let log = matches!(sink, Sink::File(_)).then(|| LogFile {
             tool,
             place,

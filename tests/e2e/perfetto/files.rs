@@ -187,8 +187,8 @@ fn what_cannot_be_written_is_told() -> Result<()> {
         ("memleak", &["-p", "1"]),
     ] {
         for (file, reason) in [
-            ("/dev/null", "no file"),
-            ("/", "no file"),
+            ("/dev/null", "no regular file"),
+            ("/", "not the name of a file"),
             ("/nonexistent/a.pftrace", "No such file"),
         ] {
             let ended = harness::run(tool, &[args, &["--perfetto", file]].concat())?;

@@ -196,7 +196,7 @@ fn the_output_can_be_a_file() -> Result<()> {
         let ended = harness::run(name, &[option, &missing, "-c", &command])?;
         ensure!(ended.status.code() == Some(1), "{name}: {ended:?}");
         ensure!(
-            ended.stderr.contains("failed to open") && !trace.exists(),
+            ended.stderr.contains("failed to write") && !trace.exists(),
             "{name}: {ended:?}"
         );
         fs::remove_file(&file)?;
