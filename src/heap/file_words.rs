@@ -383,7 +383,7 @@ mod tests {
             data(&file, 0..10 * PAGE),
             [0..PAGE, 2 * PAGE..3 * PAGE, 9 * PAGE..9 * PAGE + 2048]
         );
-        // SAFETY: nobody else has the file.
+        // SAFETY: no other code has the file.
         let mapped = unsafe { MmapOptions::new().len(10 * PAGE as usize).map_mut(&file) };
         let mapped = mapped.expect("address space");
         let mut image = ImageBuilder::default().image();

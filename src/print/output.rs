@@ -83,7 +83,7 @@ struct LogFile {
 }
 
 impl Output {
-    /// Creates an output to stdout in this format. If nobody reads stdout, a signal that ends the run also ends the
+    /// Creates an output to stdout in this format. If stdout is not read, a signal that ends the run also ends the
     /// wait: the print then fails with [`ReaderStalled`].
     ///
     /// # Errors

@@ -45,7 +45,7 @@ const WHOLE: u64 = u64::MAX;
 /// Reads a file of `/proc/PID`, such as `maps`, but at most `most` bytes.
 ///
 /// # Errors
-/// Those of open(2) and read(2), and `TimedOut` if the process does not answer.
+/// The errors of open(2) and read(2), and `TimedOut` if the process does not answer.
 pub(crate) fn read_file(pid: u32, name: &str, most: usize) -> io::Result<Vec<u8>> {
     read(pid, name, WHOLE, most)
 }
@@ -53,7 +53,7 @@ pub(crate) fn read_file(pid: u32, name: &str, most: usize) -> io::Result<Vec<u8>
 /// Reads memory of a process. Returns fewer bytes if the end of the range is not mapped.
 ///
 /// # Errors
-/// Those of open(2) and read(2), and `TimedOut` if the process does not answer.
+/// The errors of open(2) and read(2), and `TimedOut` if the process does not answer.
 pub(crate) fn read_memory(pid: u32, address: u64, length: usize) -> io::Result<Vec<u8>> {
     read(pid, "mem", address, length)
 }
