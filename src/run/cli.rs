@@ -9,14 +9,18 @@
 //! | any | with `-c COMMAND`, the command's own status |
 
 use std::env;
+use std::ffi::OsString;
 use std::io::{self, IsTerminal};
+use std::iter;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use clap::Parser;
+use clap::builder::Resettable;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Id, Parser};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
@@ -37,7 +41,7 @@ pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     if let Some(status) = source_lines::run_reader() {
         return status;
     }
-    let args = match parse_arguments() {
+    let args = match parse_line(&env::args_os().collect::<Vec<_>>()) {
         Ok(args) => args,
         Err(error) => return usage(&error),
     };
@@ -63,12 +67,31 @@ pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     }
 }
 
-/// Parses the arguments, and names the tool in its messages.
-fn parse_arguments<A: Parser>() -> Result<A, clap::Error> {
+/// Parses a command line, the program's name included, and names the tool in messages.
+///
+/// clap does not enforce that an option requires another one where the required option conflicts with a third that is
+/// present. The second parse therefore ignores conflicts, all of which the first one reports.
+fn parse_line<A: Parser>(line: &[OsString]) -> Result<A, clap::Error> {
     let mut command = A::command();
     message::set_tool(command.get_name());
-    let mut matches = command.try_get_matches_from_mut(env::args_os())?;
+    let mut matches = command.try_get_matches_from_mut(line)?;
+    without_conflicts(A::command()).try_get_matches_from(line)?;
     A::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
+}
+
+/// Returns the command with no option in conflict with another one.
+fn without_conflicts(command: clap::Command) -> clap::Command {
+    let groups: Vec<Id> = command
+        .get_groups()
+        .map(|group| group.get_id().clone())
+        .collect();
+    let command =
+        command.mut_args(|option| option.conflicts_with(Resettable::Reset).exclusive(false));
+    groups.into_iter().fold(command, |command, group| {
+        command.mut_group(group, |group| {
+            group.conflicts_with(Resettable::Reset).multiple(true)
+        })
+    })
 }
 
 /// Removes from a message what Rust adds to the system's words.
@@ -230,19 +253,84 @@ fn can_be_printed(file: BorrowedFd<'_>) -> bool {
     matches!(poll(&mut room, PollTimeout::ZERO), Ok(1..))
 }
 
-/// Checks the command line of a tool, in its unit tests: it is well defined, and refuses these lines as wrong usage,
-/// with exit status 2. Words in a line are separated by spaces; the tool's name is left out.
+/// Checks the command line of a tool, in its unit tests: it is well defined, enforces what options require, and refuses
+/// these lines as wrong usage, with exit status 2. Words in a line are separated by spaces; the tool's name is left out.
 ///
 /// # Panics
 /// If the definition contradicts itself, or a line is accepted.
 pub fn assert_refuses<A: Parser>(lines: &[&str]) {
     A::command().debug_assert();
     for line in lines {
-        match A::try_parse_from(["tool"].into_iter().chain(line.split_whitespace())) {
+        match parse_words::<A>(&line.split_whitespace().collect::<Vec<_>>()) {
             Ok(_) => panic!("accepted: {line}"),
             Err(error) => assert_eq!(error.exit_code(), 2, "{line}: {error}"),
         }
     }
+    assert_requirements::<A>();
+}
+
+fn parse_words<A: Parser>(words: &[&str]) -> Result<A, clap::Error> {
+    let words = words.iter().map(OsString::from);
+    parse_line(&iter::once("tool".into()).chain(words).collect::<Vec<_>>())
+}
+
+/// Checks that whatever one or two options are added to an option that requires others, the line is refused unless all
+/// of these are in it.
+fn assert_requirements<A: Parser>() {
+    let command = A::command();
+    let options: Vec<String> = command.get_arguments().filter_map(sample::<A>).collect();
+    for option in &options {
+        let Err(error) = parse_words::<A>(&[option]) else {
+            continue;
+        };
+        let ErrorKind::MissingRequiredArgument = error.kind() else {
+            continue;
+        };
+        let Some(ContextValue::Strings(required)) = error.get(ContextKind::InvalidArg) else {
+            panic!("{option}: {error}");
+        };
+        // One of several is shown as "<--a|--b <B>>".
+        let is_met = |entry: &String, line: &[&str]| {
+            let mut names = entry.split(['|', '<', '>', ' ', '=', '[']);
+            names.any(|name| {
+                let mut given = line.iter().filter_map(|word| word.split('=').next());
+                name.starts_with("--") && given.any(|word| word == name)
+            })
+        };
+        for (i, second) in options.iter().enumerate() {
+            for third in &options[i..] {
+                let line = [option.as_str(), second, third];
+                let line = &line[..if second == third { 2 } else { 3 }];
+                if line[1..].contains(&option.as_str()) {
+                    continue;
+                }
+                let is_complete = required.iter().all(|entry| is_met(entry, line));
+                let is_accepted = parse_words::<A>(line).is_ok();
+                assert!(is_complete || !is_accepted, "{line:?} lacks {required:?}");
+            }
+        }
+    }
+}
+
+/// Returns an option as it can be in a command line, with a value that its parser accepts.
+fn sample<A: Parser>(option: &clap::Arg) -> Option<String> {
+    let long = format!("--{}", option.get_long()?);
+    if !option.get_action().takes_values() {
+        return Some(long);
+    }
+    let possible = option.get_possible_values();
+    let possible = possible.iter().map(|value| value.get_name());
+    let line = |value| format!("{long}={value}");
+    let mut lines = possible.chain(["1", "85%", "root", "x"]).map(line);
+    lines.find(|line| {
+        let parsed = parse_words::<A>(&[line]);
+        !parsed.is_err_and(|error| {
+            matches!(
+                error.kind(),
+                ErrorKind::ValueValidation | ErrorKind::InvalidValue
+            )
+        })
+    })
 }
 
 #[cfg(test)]

@@ -308,3 +308,13 @@ fn print_growth(rows: &[Growing], output: &mut Output) -> Result<()> {
     }
     rows.iter().try_for_each(|row| output.row(row))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        cli::assert_refuses::<Args>(&["--before-oom --all", "--keep 1 --doctor", "-p 0"]);
+    }
+}

@@ -1,12 +1,10 @@
 //! Tests of [`args`](super).
 
-use clap::CommandFactory;
-
 use super::*;
 
 #[test]
 fn the_definition_is_consistent() {
-    Args::command().debug_assert();
+    cli::assert_refuses::<Args>(&["-p 1 --memcheck 1 1", "-p 1 --why 8 -C"]);
 }
 
 #[test]
