@@ -23,7 +23,7 @@ pub(crate) struct HeapArgs {
     #[arg(long, requires = "pid", conflicts_with_all = TRACING, conflicts_with_all = ALLOCATORS)]
     pub(crate) types: bool,
 
-    /// Milliseconds that the process may stand still for while its memory is copied; refused if it would take longer
+    /// Milliseconds for which the process may be stopped while its memory is copied; a copy that takes longer is given up
     #[arg(long, value_name = "MS", default_value = "250", value_parser = milliseconds)]
     pub(crate) max_pause: Duration,
 
