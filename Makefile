@@ -195,6 +195,7 @@ bench: build
 	benches/kernel
 	benches/events
 	benches/start
+	benches/scale
 	benches/stacks
 	benches/interpreters
 	benches/faults

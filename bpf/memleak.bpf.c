@@ -4,7 +4,8 @@
  *
  * Hooks: uprobes on the target's functions that allocate and map (entry and
  * return) and that free (entry), and on copies of CPython's allocator in other
- * functions; sched_process_fork, sched_process_exec and sched_process_exit.
+ * functions; sched_process_fork, sched_process_exec, sched_process_exit, and with --cgroup
+ * cgroup_attach_task.
  *
  * Live blocks are in the maps of memleak/live.bpf.h. Mappings (mmap, munmap, mremap)
  * can be unmapped in part, which takes an ordered map: they go to user space as
@@ -240,6 +241,25 @@ int process_exec(void *ctx)
 		peak.outstanding = 0;
 		emit(EVENT_EXEC, 0, execs_of_current(), 0);
 	}
+	return 0;
+}
+
+/*
+ * Reports a process that was moved to another cgroup, whoever moved it: it may be in the selected
+ * cgroup now, with an allocator that is not probed yet.
+ */
+SEC("raw_tp/cgroup_attach_task")
+int process_moved(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct task_struct *task = (void *)ctx->args[2];
+	struct event *event = event_reserve(sizeof(*event));
+
+	if (!event)
+		return 0;
+	__builtin_memset(event, 0, sizeof(*event));
+	event->kind = EVENT_MOVED;
+	event->pid = ids_of(task).pid;
+	bpf_ringbuf_submit(event, 0);
 	return 0;
 }
 

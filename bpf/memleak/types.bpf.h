@@ -71,6 +71,7 @@ enum event_kind {
 	EVENT_EXEC,	     /* the process has called exec; its number of execs is in `size` */
 	EVENT_EXIT,	     /* the last thread of the process has ended */
 	EVENT_FREED_TWICE,   /* the address was freed and not allocated since */
+	EVENT_MOVED,	     /* the process is in another cgroup, of any hierarchy */
 	EVENT_OVERFLOW_FULL, /* live blocks need another map soon */
 	EVENT_ALLOC_ENTER,   /* --trace only, as the next two */
 	EVENT_ALLOC_EXIT,

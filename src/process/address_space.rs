@@ -242,6 +242,8 @@ pub struct AddressSpaces {
     chosen: HashSet<u32>,
     /// By PID, oldest first.
     images: HashMap<u32, Vec<Image>>,
+    /// Processes with images whose code has changed since [`AddressSpaces::take_changed`].
+    changed: HashSet<u32>,
     files: HashMap<(FileId, PathBuf), Rc<CodeFile>>,
     max_files: usize,
     files_met: u32,
@@ -260,6 +262,7 @@ impl AddressSpaces {
             wanted,
             chosen: HashSet::new(),
             images: HashMap::new(),
+            changed: HashSet::new(),
             files: HashMap::new(),
             max_files: MAX_FILES,
             files_met: 0,
@@ -330,6 +333,7 @@ impl AddressSpaces {
 
     fn begin_image(&mut self, pid: u32, code: Rc<Vec<MappedCode>>) {
         self.images_made += 1;
+        self.changed.insert(pid);
         let images = self.images.entry(pid).or_default();
         if images.len() == MAX_IMAGES {
             images.remove(0);
@@ -346,6 +350,7 @@ impl AddressSpaces {
         if !self.images.contains_key(&pid) {
             self.begin_image(pid, Rc::default());
         }
+        self.changed.insert(pid);
         if let Some(image) = self
             .images
             .get_mut(&pid)
@@ -424,6 +429,7 @@ impl AddressSpaces {
             images.retain(|image| image.number > last);
             if images.is_empty() {
                 self.images.remove(&pid);
+                self.changed.remove(&pid);
             }
         }
         true
@@ -465,6 +471,18 @@ impl AddressSpaces {
         let wanted = |pid| self.wanted == TrackedProcesses::All || self.chosen.contains(pid);
         let images = self.images.iter().filter(move |(pid, _)| wanted(pid));
         images.filter_map(|(&pid, images)| Some((pid, images.last()?)))
+    }
+
+    /// Returns the processes whose code has changed since the last call.
+    pub(crate) fn take_changed(&mut self) -> HashSet<u32> {
+        std::mem::take(&mut self.changed)
+    }
+
+    /// Has the next [`AddressSpaces::take_changed`] return a process, if its code is known.
+    pub(crate) fn mark_changed(&mut self, pid: u32) {
+        if self.images.contains_key(&pid) {
+            self.changed.insert(pid);
+        }
     }
 
     /// Returns how many exited processes were forgotten because there were too many.

@@ -1,7 +1,9 @@
 //! Cgroups (version 2) by their ids in the kernel.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -111,6 +113,14 @@ pub(crate) fn pod_uid(folder: &str) -> Option<String> {
 /// of version 1's memory controller. None if the process has exited.
 pub fn of_process(pid: u32) -> Option<String> {
     in_list(&fs::read(proc::file(pid, "cgroup")).ok()?)
+}
+
+/// Returns the path of the cgroup of version 2 of a process, as /proc has it. None if the process has exited.
+pub(crate) fn unified_of_process(pid: u32) -> Option<PathBuf> {
+    let list = fs::read(proc::file(pid, "cgroup")).ok()?;
+    let mut lines = list.split(|&byte| byte == b'\n');
+    let path = lines.find_map(|line| line.strip_prefix(b"0::"))?;
+    Some(OsStr::from_bytes(path).into())
 }
 
 fn in_list(list: &[u8]) -> Option<String> {

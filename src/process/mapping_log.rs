@@ -48,6 +48,8 @@ pub enum Change {
     Forked(u32, u32),
     /// The last thread of a process has exited.
     Exited(u32),
+    /// A thread of a process has got this name, other than by exec.
+    Renamed(u32, Vec<u8>),
 }
 
 /// Log of all processes, with one buffer per CPU, also for CPUs that come online later. Its descriptor is readable
@@ -175,6 +177,9 @@ impl MappingLog {
                         ))
                     }
                     Ok(Record::Comm(comm)) if exec => Some(Change::Exec(comm.pid)),
+                    Ok(Record::Comm(comm)) => {
+                        Some(Change::Renamed(comm.pid, comm.comm.into_owned()))
+                    }
                     // With the same PID the fork has created a thread.
                     Ok(Record::Fork(fork)) if fork.pid != fork.ppid => {
                         Some(Change::Forked(fork.ppid, fork.pid))

@@ -14,6 +14,7 @@
 //! | [`origin`] | the time and the thread of an event |
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
+//! | [`members`] | processes that a name or a cgroup selects, as far as user space has to know |
 //! | `mmap_lock` | locks of processes' address spaces, and whether each can be taken |
 //! | `reader` | files of a process that may never answer, read by a child |
 //! | [`smaps`] | resident and swapped bytes of each mapping |
@@ -33,6 +34,7 @@ pub mod guard;
 pub mod inherited;
 pub mod mapped_file;
 pub mod mapping_log;
+pub mod members;
 pub(crate) mod mmap_lock;
 pub mod origin;
 pub mod proc;

@@ -290,19 +290,25 @@ impl Process {
         Ok(Mapping::parse_list(&maps).collect())
     }
 
-    /// Opens the files from which the process executes code, each once. Devices, and files that cannot be found any
-    /// more, are left out. Other errors are in `errors`.
+    /// Returns a mapping of each file from which the process executes code, in the order of addresses.
     ///
     /// # Errors
     /// If /proc/PID/maps cannot be read.
-    pub fn code_files(&self) -> Result<CodeFiles> {
+    pub fn code_mappings(&self) -> Result<Vec<Mapping>> {
         let mut seen = HashSet::new();
+        let mut mappings = self.mappings()?;
+        mappings.retain(|mapping| {
+            mapping.executable && mapping.inode != 0 && seen.insert(mapping.file_id())
+        });
+        Ok(mappings)
+    }
+
+    /// Opens the files of these mappings of the process. Devices, and files that cannot be found any more, are left
+    /// out. Other errors are in `errors`.
+    pub fn open_code(&self, mappings: &[Mapping]) -> CodeFiles {
         let mut found = CodeFiles::default();
-        for mapping in self.mappings()? {
-            if !mapping.executable || mapping.inode == 0 || !seen.insert(mapping.file_id()) {
-                continue;
-            }
-            match MappedFile::open(self.pid, &mapping) {
+        for mapping in mappings {
+            match MappedFile::open(self.pid, mapping) {
                 Ok(file) => found.files.push(file),
                 Err(error)
                     if [ErrorKind::NotFound, ErrorKind::InvalidInput].contains(&error.kind()) => {}
@@ -316,7 +322,7 @@ impl Process {
                 }
             }
         }
-        Ok(found)
+        found
     }
 
     /// Returns the PID in the process's own PID namespace, after which the process names its files.
@@ -502,7 +508,8 @@ mod tests {
         let process = Process::open(std::process::id()).expect("we run");
         process.expect_native_program().expect("we are native");
         assert!(!process.exited());
-        let CodeFiles { files, .. } = process.code_files().expect("our files");
+        let mappings = process.code_mappings().expect("our mappings");
+        let CodeFiles { files, .. } = process.open_code(&mappings);
         let exe = std::env::current_exe().expect("our program");
         assert!(files.iter().any(|file| file.name() == exe), "{files:?}");
     }

@@ -1,5 +1,6 @@
 //! The code that traced processes have mapped, kept up to date from the kernel's log of mappings.
 
+use std::collections::HashSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
@@ -7,8 +8,9 @@ use anyhow::{Context, Result};
 
 use crate::process::address_space::{AddressSpaces, CodeFile, Image, TrackedProcesses};
 use crate::process::mapping_log::MappingLog;
+use crate::process::members::Members;
 use crate::process::proc::Process;
-use crate::process::translator::RunningTranslators;
+use crate::process::translator::{self, RunningTranslators};
 
 /// Code mappings of traced processes, current and earlier, and the binary translators among the processes.
 pub struct TracedCode {
@@ -16,6 +18,8 @@ pub struct TracedCode {
     pub(crate) spaces: AddressSpaces,
     /// Binary translators that have started; None until [`TracedCode::watch_translators`].
     translators: Option<RunningTranslators>,
+    /// Processes that an option selects; None if options name the processes themselves.
+    members: Option<Members>,
 }
 
 impl TracedCode {
@@ -49,6 +53,7 @@ impl TracedCode {
             log: MappingLog::start()?,
             spaces: AddressSpaces::of(wanted),
             translators: None,
+            members: None,
         })
     }
 
@@ -87,8 +92,50 @@ impl TracedCode {
             if let Some(translators) = &mut self.translators {
                 translators.note(&change);
             }
+            if let Some(members) = &mut self.members
+                && let Some(pid) = members.note(&change)
+            {
+                self.spaces.mark_changed(pid);
+            }
             self.spaces.apply(change);
         }
+    }
+
+    /// Keeps this selection of processes up to date from now on.
+    pub fn watch_members(&mut self, members: Members) {
+        self.members = Some(members);
+    }
+
+    /// Whether the watched selection has a process; without one, true.
+    pub fn is_member(&mut self, pid: u32) -> bool {
+        let members = self.members.as_mut();
+        members.is_none_or(|members| members.contains(pid))
+    }
+
+    /// Has the selection decide once more about a process that was moved to another cgroup.
+    pub fn moved(&mut self, pid: u32) {
+        if let Some(members) = &mut self.members {
+            members.forget(pid);
+            self.spaces.mark_changed(pid);
+        }
+    }
+
+    /// Returns the followed processes whose code, or whose place in the selection, may have changed since the last
+    /// call, as of the last refresh.
+    pub fn take_changed(&mut self) -> HashSet<u32> {
+        self.spaces.take_changed()
+    }
+
+    /// Has the next [`TracedCode::take_changed`] return a process once more.
+    pub fn mark_changed(&mut self, pid: u32) {
+        self.spaces.mark_changed(pid);
+    }
+
+    /// Returns the files from which a followed process executes code, as of the last refresh. A file is returned as
+    /// often as it is mapped.
+    pub fn files_of(&self, pid: u32) -> Vec<Rc<CodeFile>> {
+        let image = self.spaces.newest_image(pid);
+        image.map_or_else(Vec::new, |image| image.files().collect())
     }
 
     /// Forgets the processes that had exited at the last refresh. Call it when all their stacks are symbolized.
@@ -114,6 +161,16 @@ impl TracedCode {
     /// Returns the processes of the translators that have started since they are watched, as of the last refresh.
     pub fn translators(&self) -> impl Iterator<Item = u32> {
         self.translators.iter().flat_map(RunningTranslators::pids)
+    }
+
+    /// Returns the followed processes that run a binary translator, as of the last refresh.
+    pub fn running_translators(&self) -> Vec<u32> {
+        let images = self.spaces.wanted_images();
+        let found = images.filter(|(_, image)| {
+            let files: Vec<_> = image.files().collect();
+            translator::find_in(files.iter().map(|file| file.raw_path())).is_some()
+        });
+        found.map(|(pid, _)| pid).collect()
     }
 
     /// Describes the mappings that were lost, a phrase for each reason.

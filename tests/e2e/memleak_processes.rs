@@ -2,11 +2,15 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
+use std::path::PathBuf;
+use std::process::{Child, Command};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use tempfile::TempDir;
 
-use crate::harness::{self, Cgroup, Tool, Workload};
+use crate::containers::Layout;
+use crate::harness::{self, Cgroup, NotHere, Tool, Workload, eventually};
 use crate::memleak::{self, Group, READY};
 
 /// Returns the tests of this module.
@@ -19,6 +23,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         without_children_only_the_parent_is_traced,
         those_in_a_cgroup_are_traced,
         those_of_a_name_are_traced,
+        an_allocator_is_probed_when_its_process_joins_the_cgroup,
+        an_allocator_is_probed_when_its_process_gets_the_name,
+        each_process_is_looked_at_once [Once],
         what_children_left_when_they_exited_is_shown,
         thousands_of_children_leave_what_they_leaked [Once],
         what_children_left_is_in_totals_and_estimates,
@@ -222,6 +229,139 @@ fn those_of_a_name_are_traced() -> Result<()> {
     let foreign = groups.iter().any(|group| group.pid == Some(other.pid()));
     ensure!(!foreign, "{groups:#?}");
     Ok(())
+}
+
+/// A program with an allocator of its own is moved into a cgroup below the traced one, which is made meanwhile, and
+/// later out of it. Another one stays outside, and is not probed.
+fn an_allocator_is_probed_when_its_process_joins_the_cgroup() -> Result<()> {
+    let (mut traced, mut beside) = (Layout::new()?, Layout::new()?);
+    let mut inside = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let mut joins = Workload::start("alloc-static", &["churn", "3", "37"])?;
+    let folder = tempfile::tempdir()?;
+    let outside = copy_of("alloc-static", &folder, "outside")?;
+    let mut outside = Workload::spawn(Command::new(outside).args(["one", "malloc", "41", "89"]))?;
+    traced.put(&inside.pid(), "inside")?;
+    beside.put(&joins.pid(), "beside")?;
+    let mut tool = start(&["--cgroup", &traced.path()])?;
+    // Each round leaks one block.
+    joins.round(false)?;
+    traced.put(&joins.pid(), "new/below")?;
+    tool.wait_for_stderr("probes in alloc-static")?;
+    joins.round(false)?;
+    beside.put(&joins.pid(), "beside")?;
+    joins.round(true)?;
+    inside.work()?;
+    outside.work()?;
+    let ended = tool.interrupt()?;
+    let groups = memleak::last_report(&ended.stdout)?;
+    let found = of(&groups, &inside.pid(), "leak_malloc");
+    ensure!(found == (31 * 4093, 31), "{found:?} in {ended:?}");
+    let of_joined = groups.iter().filter(|group| group.pid == Some(joins.pid()));
+    let allocations: u64 = of_joined.map(|group| group.allocations).sum();
+    ensure!(allocations == 1, "{ended:?}");
+    ensure!(!ended.stderr.contains("probes in outside"), "{ended:?}");
+    Ok(())
+}
+
+/// Copies a program, so that its file is one that no other process runs. The copy is made by another process: as long
+/// as a file is open for writing, also in a child of another test's, it cannot be executed.
+fn copy_of(program: &str, folder: &TempDir, name: &str) -> Result<PathBuf> {
+    let copy = folder.path().join(name);
+    let copied = Command::new("cp")
+        .arg(harness::workload(program))
+        .arg(&copy)
+        .status()?;
+    ensure!(copied.success(), "cp: {copied}");
+    Ok(copy)
+}
+
+/// Two programs with allocators of their own get the traced name: one by a thread that renames itself, one by exec.
+fn an_allocator_is_probed_when_its_process_gets_the_name() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let first = copy_of("alloc", &folder, "renamed-1")?;
+    let later = copy_of("alloc-static", &folder, "renamed-2")?;
+    let mut first = Workload::spawn(Command::new(first).args(["one", "malloc", "31", "4093"]))?;
+    let mut thread = Workload::start("alloc-static", &["renamed", "37", "211"])?;
+    let script = r#"echo ready $$; read line; exec "$0" one malloc 41 89"#;
+    let mut by_exec = Workload::spawn(Command::new("sh").args(["-c", script]).arg(later))?;
+    let mut tool = start(&["-n", "renamed"])?;
+    thread.round(false)?;
+    tool.wait_for_stderr("probes in alloc-static (")?;
+    by_exec.round(false)?;
+    tool.wait_for_stderr("probes in renamed-2 (")?;
+    for workload in [&mut first, &mut thread, &mut by_exec] {
+        workload.work()?;
+    }
+    let groups = groups_at_end(tool)?;
+    for (workload, allocations, bytes) in
+        [(&first, 31, 4093), (&thread, 37, 211), (&by_exec, 41, 89)]
+    {
+        let found = of(&groups, &workload.pid(), "leak_malloc");
+        ensure!(
+            found == (allocations * bytes, allocations),
+            "{found:?} in {groups:#?}"
+        );
+    }
+    Ok(())
+}
+
+/// memleak beside many processes that are in other cgroups than the traced ones reads next to nothing while they do
+/// nothing. Reads count, rather than time, as other programs may use the CPUs.
+fn each_process_is_looked_at_once() -> Result<()> {
+    /// Cgroups below the traced one, and processes beside it.
+    const MANY: u32 = 61;
+    /// Most reads in five looks. Other tests start processes meanwhile, each of which takes some.
+    const MOST_READS: u64 = 2_000;
+    let mut traced = Layout::new()?;
+    let inside = Workload::start("alloc", &["hold"])?;
+    for number in 0..MANY {
+        traced.put(&inside.pid(), &number.to_string())?;
+    }
+    let sleepers = (0..MANY)
+        .map(|_| Sleeper::start())
+        .collect::<Result<Vec<_>>>()?;
+    let tool = start(&["--cgroup", &traced.path()])?;
+    let field = |file: &str, name: &str| -> Result<u64> {
+        let text = fs::read_to_string(format!("/proc/{}/{file}", tool.pid()))
+            .map_err(|_| NotHere("the kernel does not count reads"))?;
+        let value = text.lines().find_map(|line| line.strip_prefix(name));
+        Ok(value.context("no field")?.trim().parse()?)
+    };
+    let looks = |wanted: u64| -> Result<()> {
+        let until = field("status", "voluntary_ctxt_switches:")? + wanted;
+        eventually("memleak looks at its processes", || {
+            Ok(field("status", "voluntary_ctxt_switches:")? >= until)
+        })
+    };
+    // At the first look, each process is asked about.
+    looks(3)?;
+    let before = field("io", "syscr:")?;
+    looks(5)?;
+    let reads = field("io", "syscr:")? - before;
+    println!("{reads} reads");
+    ensure!(
+        reads < MOST_READS,
+        "{reads} reads for {} idle processes",
+        sleepers.len()
+    );
+    Ok(())
+}
+
+/// Process that sleeps until the value is dropped.
+struct Sleeper(Child);
+
+impl Sleeper {
+    fn start() -> Result<Self> {
+        let started = Command::new("sleep").arg("1000").spawn();
+        Ok(Self(started.context("failed to start sleep")?))
+    }
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 /// Each of some children leaks and exits before the first report. Two later reports list what they leaked.

@@ -22,6 +22,8 @@
  *   alloc stacks COUNT         one block from each of COUNT different stacks
  *   alloc churn ROUNDS COUNT   in each of ROUNDS one block from each of COUNT other stacks,
  *                              freed at once but for the round's first; asks between rounds
+ *   alloc renamed COUNT SIZE   a second thread gets the name "renamed", asks, and leaks COUNT
+ *                              blocks by leak_malloc
  *   alloc hold                 nothing
  */
 #include "workload.h"
@@ -29,6 +31,7 @@
 #include <alloca.h>
 #include <malloc.h>
 #include <pthread.h>
+#include <sys/prctl.h>
 
 /* jemalloc has no pvalloc: glibc's would be called, and jemalloc's free would crash on its
  * blocks. */
@@ -441,6 +444,23 @@ static void churn(unsigned long rounds, unsigned long stacks)
 	}
 }
 
+static void *renamed(void *unused)
+{
+	prctl(PR_SET_NAME, "renamed");
+	ready();
+	leak_malloc();
+	return unused;
+}
+
+static void rename_thread(void)
+{
+	pthread_t thread;
+
+	if (pthread_create(&thread, NULL, renamed, NULL))
+		die("no thread");
+	pthread_join(thread, NULL);
+}
+
 int main(int argc, char **argv)
 {
 	const char *what = argc > 1 ? argv[1] : "";
@@ -489,9 +509,11 @@ int main(int argc, char **argv)
 			down(i, 16);
 	} else if (!strcmp(what, "churn") && numbers == 2) {
 		churn(blocks, size);
+	} else if (!strcmp(what, "renamed") && numbers == 2) {
+		rename_thread();
 	} else if (strcmp(what, "hold")) {
 		usage("leak|one KIND|balanced|mixed|realloc|failing|big|munmap|threads|pool|deep|"
-		      "stacks|churn|hold NUMBER...");
+		      "stacks|churn|renamed|hold NUMBER...");
 	}
 	done();
 	return 0;

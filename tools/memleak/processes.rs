@@ -197,9 +197,14 @@ impl Source for Processes<'_> {
         if wake.is_ready(&self.attached.questions) {
             self.upkeep.answer()?;
         }
-        let new: Vec<event> = self.rings.events.drain()?.collect();
-        if new.iter().any(|event| event.kind == Kind::EVENT_EXEC) {
-            self.upkeep.schedule_scan_after_exec();
+        let mut new: Vec<event> = self.rings.events.drain()?.collect();
+        let brings_code =
+            |event: &event| [Kind::EVENT_EXEC, Kind::EVENT_MOVED].contains(&event.kind);
+        if new.iter().any(brings_code) {
+            self.upkeep.schedule_scan_soon();
+        }
+        for moved in new.extract_if(.., |event| event.kind == Kind::EVENT_MOVED) {
+            self.symbolizer.code.moved(moved.pid);
         }
         self.take(new, output)?;
         if wake.is_ready(&self.rings.table_requests) {
@@ -209,7 +214,7 @@ impl Source for Processes<'_> {
         self.upkeep.hold_limit()?;
         if wake.mappings || self.upkeep.is_due() {
             self.symbolizer.refresh();
-            self.upkeep.scan_loaded_files(&self.symbolizer);
+            self.upkeep.scan_loaded_files(&mut self.symbolizer);
         }
         if self.upkeep.harms() {
             self.upkeep.detach();

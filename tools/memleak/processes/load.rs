@@ -53,12 +53,13 @@ pub(super) fn load(way: AttachMode, target: &Targets, args: &Args) -> Result<Sta
         &progs.process_exec,
         &progs.thread_exit,
         &progs.process_shares,
+        &progs.process_moved,
     ];
     let watching = watching.into_iter().filter(|program| program.autoload());
     let links = watching.map(|program| {
         program
             .attach()
-            .context("failed to watch forks, execs and exits of processes")
+            .context("failed to watch forks, execs, exits and moves of processes")
     });
     let links = links.collect::<Result<_>>()?;
     let (while_stopped, questions) = stopped::questions()?;
@@ -112,6 +113,7 @@ fn choose_programs(
     // If other processes are traced, too, what a child of vfork() does with its parent's blocks is seen.
     let only_named = !args.any_process();
     programs.process_shares.set_autoload(only_named);
+    programs.process_moved.set_autoload(args.cgroup.is_some());
     programs.process_exec.set_autoload(true);
     programs.thread_exit.set_autoload(true);
     for program in [

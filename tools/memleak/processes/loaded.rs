@@ -9,6 +9,7 @@ use libbpf_rs::Link;
 use memtools::process::address_space::CodeFile;
 use memtools::process::mapped_file::MappedFile;
 use memtools::process::proc::{self, FileId, Process};
+use memtools::process::traced_code::TracedCode;
 use memtools::process::translator;
 use nix::unistd::{Pid, getpgid};
 
@@ -33,8 +34,9 @@ const LATE_PROBE_DELAY: Duration = Duration::from_millis(100);
 pub(crate) struct LoadedFiles {
     /// Files that were searched, by the process that they are probed in.
     searched_files: HashMap<i32, HashSet<(u64, u64)>>,
-    /// Files that were searched, by process and by the symbolizer's number, which is known without opening the file.
-    seen: HashSet<(u32, u32)>,
+    /// Files that were searched, by the process that they are probed in and by the symbolizer's number, which is known
+    /// without opening the file.
+    seen: HashSet<(i32, u32)>,
     /// Files that the command, or what it started, had mapped when it was stopped.
     seen_stopped: HashSet<FileId>,
     /// Allocators that were probed before their process was stopped for them, if it is to be stopped.
@@ -69,38 +71,55 @@ impl LoadedFiles {
     /// it cannot be probed.
     pub(crate) fn probe_new_files(
         &mut self,
-        files: Vec<(u32, Rc<CodeFile>)>,
+        code: &mut TracedCode,
         target: &Targets,
         attached: &Attached,
         args: &Args,
     ) {
         self.print_late(LATE_PROBE_DELAY);
-        for (of, file) in files {
-            let key = (of, file.number);
-            if self.seen.contains(&key)
-                || !target.traces(of, args)
-                || target.is_command && is_stopped(of)
-            {
+        for of in code.take_changed() {
+            let pid = target.probed_in(of);
+            let mut new = code.files_of(of);
+            new.retain(|file| !self.seen.contains(&(pid, file.number)));
+            if new.is_empty() || !code.is_member(of) {
                 continue;
             }
-            self.seen.insert(key);
-            let pid = target.probed_in(of);
-            let known = self.searched_files.entry(pid).or_default();
-            let Some(file) = file.open() else { continue };
-            let Some(identity) = file.identity().ok().filter(|&new| known.insert(new)) else {
+            if target.is_command && is_stopped(of) {
+                code.mark_changed(of);
                 continue;
-            };
-            match self.probe(pid, &file, false, attached, args) {
-                Ok(None) => {}
-                Ok(Some(object)) => self.late.push(Late {
-                    since: Instant::now(),
-                    pid: of,
-                    file: identity,
-                    found: format!("{} ({})", object.found(), attached.how),
-                }),
-                Err(error) => {
-                    objects::warn_once(&format!("{} is not traced: {error:#}", file.module()))
-                }
+            }
+            for file in new {
+                self.seen.insert((pid, file.number));
+                self.probe_new_file(of, &file, target, attached, args);
+            }
+        }
+    }
+
+    /// Probes a file that the process `of` has loaded, unless it was searched under another name.
+    fn probe_new_file(
+        &mut self,
+        of: u32,
+        file: &CodeFile,
+        target: &Targets,
+        attached: &Attached,
+        args: &Args,
+    ) {
+        let pid = target.probed_in(of);
+        let known = self.searched_files.entry(pid).or_default();
+        let Some(file) = file.open() else { return };
+        let Some(identity) = file.identity().ok().filter(|&new| known.insert(new)) else {
+            return;
+        };
+        match self.probe(pid, &file, false, attached, args) {
+            Ok(None) => {}
+            Ok(Some(object)) => self.late.push(Late {
+                since: Instant::now(),
+                pid: of,
+                file: identity,
+                found: format!("{} ({})", object.found(), attached.how),
+            }),
+            Err(error) => {
+                objects::warn_once(&format!("{} is not traced: {error:#}", file.module()))
             }
         }
     }
@@ -198,7 +217,8 @@ impl LoadedFiles {
         });
     }
 
-    /// Prints the allocators of processes that exited before memleak looked at them.
+    /// Prints the allocators of processes that exited before memleak looked at them. For traces that end with their
+    /// processes: the symbolizer then knows no others.
     pub(crate) fn print_missed(
         &mut self,
         files: Vec<(u32, Rc<CodeFile>)>,
@@ -206,13 +226,11 @@ impl LoadedFiles {
         args: &Args,
     ) {
         for (pid, file) in files {
-            if self.seen.contains(&(pid, file.number)) || !target.traces(pid, args) {
+            let probed_in = target.probed_in(pid);
+            if self.seen.contains(&(probed_in, file.number)) {
                 continue;
             }
-            let known = self
-                .searched_files
-                .entry(target.probed_in(pid))
-                .or_default();
+            let known = self.searched_files.entry(probed_in).or_default();
             let Some(file) = file.open() else { continue };
             let new = file.identity().is_ok_and(|identity| known.insert(identity));
             if new && let Ok(Some(object)) = objects::of_loaded(&file, false, args) {

@@ -1,6 +1,6 @@
 //! Files of a process that are probed.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -17,22 +17,32 @@ use super::object::{Object, is_named};
 use crate::args::Args;
 
 /// Result of searching a process.
+#[derive(Clone)]
 pub(crate) struct SearchedFiles {
     pub(crate) objects: Vec<Object>,
     /// Files that were searched, by device and inode.
     pub(crate) searched_files: HashSet<(u64, u64)>,
 }
 
+/// Files that have been searched, each once for all processes that map it: by device and inode, and by whether the file
+/// is the program itself.
+pub(crate) type KnownFiles = HashMap<((u64, u64), bool), Option<Object>>;
+
 /// Finds the allocators of a running process, in every file that it executes code from.
-pub(crate) fn of_process(process: &Process, args: &Args) -> Result<SearchedFiles> {
-    let CodeFiles { files, errors } = process.code_files()?;
-    expect_no_translator(process, files.iter().map(MappedFile::name))?;
+pub(crate) fn of_process(
+    process: &Process,
+    known: &mut KnownFiles,
+    args: &Args,
+) -> Result<SearchedFiles> {
+    let mappings = process.code_mappings()?;
+    expect_no_translator(process, mappings.iter().map(|code| code.path.as_path()))?;
+    let CodeFiles { files, errors } = process.open_code(&mappings);
     for error in &errors {
         warn_once(&format!("{error:#}"));
     }
     match errors.into_iter().next() {
         Some(error) if files.is_empty() => Err(error),
-        _ => choose(files, args),
+        _ => choose(files, known, args),
     }
 }
 
@@ -71,7 +81,11 @@ pub(crate) fn of_command(program: &Path, args: &Args) -> Result<SearchedFiles> {
         );
     }
     let files = paths.into_iter().map(open);
-    choose(files.collect::<Result<_>>()?, args)
+    choose(
+        files.collect::<Result<_>>()?,
+        &mut KnownFiles::default(),
+        args,
+    )
 }
 
 /// Searches a file that a process has loaded by itself for functions to probe.
@@ -84,7 +98,11 @@ pub(crate) fn of_loaded(
 }
 
 /// Searches files for functions to probe. `files` begins with the program itself.
-fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<SearchedFiles> {
+fn choose(
+    mut files: Vec<MappedFile>,
+    known: &mut KnownFiles,
+    args: &Args,
+) -> Result<SearchedFiles> {
     // A file can be listed twice: musl's dynamic linker is its libc as well.
     let mut searched_files = HashSet::new();
     files.retain(|file| {
@@ -92,7 +110,7 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<SearchedFiles> {
             .is_ok_and(|identity| searched_files.insert(identity))
     });
     let go = files.first().filter(|program| elf::is_go(program.file()));
-    let objects = search(&files, args);
+    let objects = search(&files, known, args);
     print_unloaded_functions(&files, args);
     if objects.is_empty() {
         return Err(why_none(&files, go, args));
@@ -110,22 +128,28 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<SearchedFiles> {
     })
 }
 
-fn search(files: &[MappedFile], args: &Args) -> Vec<Object> {
+fn search(files: &[MappedFile], known: &mut KnownFiles, args: &Args) -> Vec<Object> {
     let mut objects = Vec::new();
     let mut progress = Progress::new("searching files for allocators", files.len());
     for file in files {
         progress.step();
         let is_program = file.name() == files[0].name();
-        match Object::new(file, is_program, args) {
-            Ok(object) => objects.extend(object),
-            // Not all files are ELF files, such as the assemblies that .NET maps.
-            Err(error) if error.is::<NotElf>() => {}
-            // The other files of the process have the allocator, as a rule.
-            Err(error) => {
-                progress.clear();
-                warn_once(&format!("{} is not searched: {error:#}", file.module()));
-            }
-        }
+        let Ok(identity) = file.identity() else {
+            continue;
+        };
+        let object = known.entry((identity, is_program)).or_insert_with(|| {
+            let object = Object::new(file, is_program, args);
+            object.unwrap_or_else(|error| {
+                // Not all files are ELF files, such as the assemblies that .NET maps. Of others that cannot be
+                // searched, the other files of the process have the allocator, as a rule.
+                if !error.is::<NotElf>() {
+                    progress.clear();
+                    warn_once(&format!("{} is not searched: {error:#}", file.module()));
+                }
+                None
+            })
+        });
+        objects.extend(object.clone());
     }
     objects
 }

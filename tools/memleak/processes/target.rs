@@ -1,6 +1,6 @@
 //! Target of a trace: processes, and the functions of each to probe.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use anyhow::{Result, bail};
 use memtools::host::capabilities::Capability;
@@ -9,6 +9,7 @@ use memtools::print::progress::Progress;
 use memtools::process::cgroup;
 use memtools::process::command::{CommandLine, HeldCommand};
 use memtools::process::filter::{Filter, FilterArgs, TaskKind};
+use memtools::process::members::Members;
 use memtools::process::proc::{self, Process};
 use memtools::process::traced_code::TracedCode;
 use memtools::process::translator;
@@ -18,7 +19,7 @@ use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::UnwindTarget;
 
 use super::object::{Object, ProbedFile};
-use super::objects::{self, SearchedFiles};
+use super::objects::{self, KnownFiles, SearchedFiles};
 use super::signature::Signature;
 use crate::args::Args;
 
@@ -42,6 +43,8 @@ pub(crate) struct Targets {
     shared: Option<Vec<Object>>,
     /// Whether the trace ends when these processes have exited.
     ends_with_them: bool,
+    /// Code of all processes, until the symbolizer has it. None if the processes are named.
+    code: Option<TracedCode>,
 }
 
 /// Process, and those of its files that have functions to probe.
@@ -80,28 +83,31 @@ impl Targets {
             return Self::new(
                 vec![TracedProcess::new(process, found)],
                 Some(command),
+                None,
                 args,
             );
         }
         privileges::keep_tracing_and(&FOR_UPROBES)?;
         if args.pid.is_empty() {
-            return Self::new(matching(args)?, None, args);
+            let (processes, code) = matching(args)?;
+            return Self::new(processes, None, Some(code), args);
         }
         warn_if_interval_is_pid(Some(args.interval), &args.pid);
-        let mut processes = Vec::new();
+        let (mut processes, mut known) = (Vec::new(), KnownFiles::default());
         for pid in args.pid.iter().copied().collect::<HashSet<u32>>() {
             let process = Process::open(pid)?;
             process.expect_native_program()?;
-            let found = objects::of_process(&process, args)?;
+            let found = objects::of_process(&process, &mut known, args)?;
             eprintln!("Attaching to pid {pid}, Ctrl+C to quit.");
             processes.push(TracedProcess::new(process, found));
         }
-        Self::new(processes, None, args)
+        Self::new(processes, None, None, args)
     }
 
     fn new(
         mut processes: Vec<TracedProcess>,
         command: Option<HeldCommand>,
+        code: Option<TracedCode>,
         args: &Args,
     ) -> Result<Self> {
         let named = command.is_some() || !args.pid.is_empty();
@@ -119,8 +125,12 @@ impl Targets {
             let objects = processes.iter_mut().flat_map(|of| of.objects.drain(..));
             each_once(objects)
         });
+        let translators = || match &code {
+            Some(code) => Ok(code.running_translators()),
+            None => proc::all(),
+        };
         if let Some(objects) = &shared
-            && let Some(harm) = read_by_translator(&probed_files(objects), proc::all()?)
+            && let Some(harm) = read_by_translator(&probed_files(objects), translators()?)
         {
             bail!(
                 "{harm}: name the processes to trace with -p, without --children, or wait for its end"
@@ -133,6 +143,7 @@ impl Targets {
             command,
             shared,
             ends_with_them: named,
+            code,
         })
     }
 
@@ -181,18 +192,16 @@ impl Targets {
     }
 
     /// Makes a symbolizer that knows the target. Call it before the probes are live.
-    pub(crate) fn symbolizer(&self) -> Result<Symbolizer> {
-        let mut code = match (&self.shared, self.ends_with_them) {
-            (None, _) => TracedCode::of_chosen()?,
-            (Some(_), true) => TracedCode::of_descendants()?,
-            (Some(_), false) => TracedCode::of_all_processes()?,
+    pub(crate) fn symbolizer(&mut self) -> Result<Symbolizer> {
+        if let Some(code) = self.code.take() {
+            return Ok(Symbolizer::new(code));
+        }
+        let mut code = match self.shared {
+            None => TracedCode::of_chosen()?,
+            Some(_) => TracedCode::of_descendants()?,
         };
         // A process may lose its main thread, and then needs probes in every process.
         code.watch_translators();
-        if self.shared.is_some() && !self.ends_with_them {
-            code.read_running_processes();
-            return Ok(Symbolizer::new(code));
-        }
         for TracedProcess { process, .. } in &self.processes {
             if self.command.is_some() {
                 code.follow_new(process.pid());
@@ -237,16 +246,6 @@ impl Targets {
         }
     }
 
-    /// Whether a process that the symbolizer knows is traced.
-    pub(crate) fn traces(&self, pid: u32, args: &Args) -> bool {
-        let in_cgroup =
-            |folder| cgroup::processes_below(folder).is_ok_and(|all| all.contains(&pid));
-        // The symbolizer knows the named processes and those that they start, if the trace ends with them; else all
-        // processes.
-        self.ends_with_them
-            || (described(pid, args).is_some() && args.cgroup.as_deref().is_none_or(in_cgroup))
-    }
-
     /// Whether all processes are known from the start, as none can join.
     pub(crate) fn is_fixed(&self) -> bool {
         self.shared.is_none()
@@ -268,23 +267,37 @@ impl Targets {
     }
 }
 
-/// Returns the running processes that the options describe. Processes without an allocator that can be probed are left
-/// out.
-fn matching(args: &Args) -> Result<Vec<TracedProcess>> {
+/// Returns the running processes that the options describe, and the code of all processes. Processes without an
+/// allocator that can be probed are left out.
+fn matching(args: &Args) -> Result<(Vec<TracedProcess>, TracedCode)> {
     let pids = match &args.cgroup {
         Some(folder) => cgroup::processes_below(folder)?,
         None => memtools::process::proc::all()?,
     };
-    let mut processes = Vec::new();
+    let mut code = TracedCode::of_all_processes()?;
+    code.watch_translators();
+    code.watch_members(Members::new(args.name.as_deref(), args.cgroup.as_deref()));
+    code.read_running_processes();
+    // Processes that run the same files, such as the workers of a server, are searched once.
+    let mut found_in = HashMap::<Vec<u32>, Option<SearchedFiles>>::new();
+    let (mut processes, mut known) = (Vec::new(), KnownFiles::default());
     let mut progress = Progress::new("looking at processes", pids.len());
     for pid in pids {
         progress.step();
-        let Some(process) = described(pid, args) else {
+        if !code.is_member(pid) {
+            continue;
+        }
+        let Ok(process) = Process::open(pid) else {
             continue;
         };
-        if let Ok(found) = objects::of_process(&process, args) {
-            processes.push(TracedProcess::new(process, found));
-        }
+        let files: Vec<u32> = code.files_of(pid).iter().map(|file| file.number).collect();
+        let found = match found_in.get(&files) {
+            // The files of a process that has just started are not known yet.
+            Some(found) if !files.is_empty() => found.clone(),
+            _ => objects::of_process(&process, &mut known, args).ok(),
+        };
+        found_in.insert(files, found.clone());
+        processes.extend(found.map(|found| TracedProcess::new(process, found)));
     }
     if processes.is_empty() {
         bail!(
@@ -292,18 +305,7 @@ fn matching(args: &Args) -> Result<Vec<TracedProcess>> {
              with -c"
         );
     }
-    Ok(processes)
-}
-
-/// Opens a process if it has the wanted name and can be traced.
-fn described(pid: u32, args: &Args) -> Option<Process> {
-    // The pid may be that of a thread in another namespace, or its process may have exited.
-    let process = Process::open(pid).ok()?;
-    let named = args.name.as_ref();
-    let described = pid != std::process::id()
-        && named.is_none_or(|name| process.comm().contains(name))
-        && process.expect_native_program().is_ok();
-    described.then_some(process)
+    Ok((processes, code))
 }
 
 /// Returns a message if one of these processes is a translator that has one of these files mapped. Probes in a file are

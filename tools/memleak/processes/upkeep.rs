@@ -74,8 +74,8 @@ impl<'a> Upkeep<'a> {
         looked
     }
 
-    /// Schedules the next look soon, as a process has become another program.
-    pub(super) fn schedule_scan_after_exec(&mut self) {
+    /// Schedules the next look soon, as a process has become another program, or one of those that are traced.
+    pub(super) fn schedule_scan_soon(&mut self) {
         self.look_at = self.look_at.min(Instant::now() + loaded::AFTER_EXEC);
     }
 
@@ -88,11 +88,10 @@ impl<'a> Upkeep<'a> {
     }
 
     /// Probes files that processes have loaded, and looks for processes that the probes would harm.
-    pub(super) fn scan_loaded_files(&mut self, symbolizer: &Symbolizer) {
+    pub(super) fn scan_loaded_files(&mut self, symbolizer: &mut Symbolizer) {
         self.outlive_main_thread();
-        let files = symbolizer.code.files();
         self.loaded
-            .probe_new_files(files, self.target, self.attached, self.args);
+            .probe_new_files(&mut symbolizer.code, self.target, self.attached, self.args);
         self.look_at = Instant::now() + loaded::PAUSE;
         self.harm = self
             .loaded
