@@ -59,7 +59,7 @@ static __always_inline __u64 stack_of_kernel_from(void *ctx, __u64 interrupted)
 	long bytes;
 
 	if (!slot) {
-		count_loss(stacks);
+		count_loss(busy_stacks);
 		return STACK_LOST;
 	}
 	bytes = bpf_get_stack(ctx, slot->stack.pc, sizeof(slot->stack.pc), 0);

@@ -40,16 +40,14 @@ struct mapping {
 };
 
 /*
- * Results of lookups: one for each slot of the stack table, which only the holder of the slot
- * writes to, and one for user space. Functions take the number of the result: with scalars in and
- * out they can be global, and the verifier follows each of them once.
+ * Results of lookups: one for each slot for a stack, which only the holder of the slot writes to,
+ * and behind them one for user space, whose number is stack_slot_count. Functions take the number
+ * of the result: with scalars in and out they can be global, and the verifier follows each of them
+ * once.
  */
-#define MAPPING_OF_US 128
-#define MAPPINGS      (MAPPING_OF_US + 1)
-
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, MAPPINGS);
+	__uint(max_entries, 2); /* src/stacks/slots.rs sets the number */
 	__type(key, __u32);
 	__type(value, struct mapping);
 } mappings SEC(".maps");

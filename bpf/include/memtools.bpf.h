@@ -59,6 +59,7 @@ struct losses {
 	__u64 entries;	   /* a map of live objects or totals full */
 	__u64 calls;	   /* calls not followed: map full, or return not seen */
 	__u64 stacks;	   /* distinct stacks not stored: table full */
+	__u64 busy_stacks; /* stacks not taken: no slot for one more at the same time */
 	__u64 deep_stacks; /* stacks cut at the depth limit */
 	__u64 lookups;	   /* mappings, of page faults or segments, that could not be looked up */
 	__u64 processes;   /* processes not followed: map full */

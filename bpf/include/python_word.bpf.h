@@ -142,7 +142,7 @@ struct python_slot {
 /* Python walks, by the number of the stack slot. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, STACK_SLOTS);
+	__uint(max_entries, 1); /* src/stacks/slots.rs sets the number */
 	__type(key, __u32);
 	__type(value, struct python_slot);
 } python_slots SEC(".maps");

@@ -49,7 +49,7 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 	__u64 id;
 
 	if (!slot) {
-		count_loss(stacks);
+		count_loss(busy_stacks);
 		return STACK_LOST;
 	}
 	stack_begin(index, pc, sp, fp, interrupted);

@@ -31,6 +31,9 @@ enum stack_layout {
 };
 #define STACK_WINDOW_BYTES 2048
 
+/* Slots, a power of two. src/stacks/slots.rs says how many. */
+const volatile __u32 stack_slot_count = 1;
+
 /* Frames kept of each stack, at most STACK_MAX_DEPTH. */
 const volatile __u32 stack_depth = STACK_MAX_DEPTH;
 
@@ -118,7 +121,8 @@ struct stack_walk {
 	__u64 layout;	       /* `layout` of unwind_space() */
 };
 
-#define STACK_SLOTS 128
+/* Slots that a thread tries to take; src/stacks/slots.rs simulates it. */
+#define STACK_PROBES 16
 
 struct stack_slot {
 	__u64 holders; /* 1: held; more: others try to take it, and will step back */
@@ -135,23 +139,25 @@ struct stack_slot {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, STACK_SLOTS);
+	__uint(max_entries, 1); /* src/stacks/slots.rs sets the number */
 	__type(key, __u32);
 	__type(value, struct stack_slot);
 } stack_slots SEC(".maps");
 
 /*
- * Takes the thread's own slot, or one of the next three. Returns its number; STACK_SLOTS if all
- * four are held.
+ * Takes a slot. Returns its number; stack_slot_count if the thread finds none. Threads with
+ * successive ids begin with different slots, and an odd step leads each of them to others. Global,
+ * so that the verifier follows the function once and not for each caller.
  */
-static __noinline __u32 stack_slot_take(void)
+__noinline __u32 stack_slot_take(void)
 {
-	__u32 thread = (__u32)bpf_get_current_pid_tgid();
+	__u32 thread = (__u32)bpf_get_current_pid_tgid(), index = thread;
 
-	for (__u32 probe = 0; probe < 4; probe++) {
-		__u32 index = (thread + probe) % STACK_SLOTS;
-		struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
+	for (__u32 probe = 0; probe < STACK_PROBES; probe++) {
+		struct stack_slot *slot;
 
+		index &= stack_slot_count - 1;
+		slot = bpf_map_lookup_elem(&stack_slots, &index);
 		if (!slot)
 			break;
 		/*
@@ -164,8 +170,9 @@ static __noinline __u32 stack_slot_take(void)
 			return index;
 		}
 		__sync_fetch_and_add(&slot->holders, -1);
+		index += thread / stack_slot_count * 2 + 1;
 	}
-	return STACK_SLOTS;
+	return stack_slot_count;
 }
 
 static __always_inline void stack_slot_give_back(struct stack_slot *slot)

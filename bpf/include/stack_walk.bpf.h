@@ -12,9 +12,6 @@
 #include "held.bpf.h"
 #include "unwind.bpf.h"
 
-_Static_assert(MAPPING_OF_US == STACK_SLOTS,
-	       "each slot has a mapping, and user space has the next");
-
 #define STACK_PAGE_BYTES 4096ULL
 
 /*

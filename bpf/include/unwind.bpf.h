@@ -18,6 +18,7 @@
 #include "arch_code.bpf.h"
 #include "current_task.bpf.h"
 #include "mapping.bpf.h"
+#include "stack_table.bpf.h"
 #include "task_ids.bpf.h"
 #include "unwind_row.bpf.h"
 
@@ -207,7 +208,7 @@ struct unwind_place {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, MAPPINGS);
+	__uint(max_entries, 1); /* src/stacks/slots.rs sets the number */
 	__type(key, __u32);
 	__type(value, struct unwind_place);
 } unwind_places SEC(".maps");
@@ -425,7 +426,7 @@ static __noinline int unwind_count_missing(__u32 file)
 SEC("raw_tp")
 int unwind_publish(struct bpf_raw_tracepoint_args *ctx)
 {
-	struct mapping *mapping = mapping_find(MAPPING_OF_US, ctx->args[0]);
+	struct mapping *mapping = mapping_find(stack_slot_count, ctx->args[0]);
 	struct unwind_file file = {
 		.pages = ctx->args[1],
 		.first_page = ctx->args[2],

@@ -26,6 +26,8 @@ pub struct Losses {
     pub calls: u64,
     /// Times that a stack could not be stored because the table of stacks was full.
     pub stacks: u64,
+    /// Times that a stack could not be taken because too many others were being taken at the same time.
+    pub busy_stacks: u64,
     /// Times that a stack was cut at the depth limit.
     pub deep_stacks: u64,
     /// Mappings, of page faults or segments, that could not be looked up, as the process was
@@ -62,6 +64,7 @@ impl Losses {
             entries,
             calls,
             stacks,
+            busy_stacks,
             deep_stacks,
             lookups,
             processes,
@@ -72,6 +75,7 @@ impl Losses {
             entries,
             calls,
             stacks,
+            busy_stacks,
             deep_stacks,
             lookups,
             processes,
@@ -142,12 +146,13 @@ impl Losses {
     }
 
     /// Returns the number of losses for each reason, with the reason's name.
-    pub fn by_reason(self) -> [(&'static str, u64); 8] {
+    pub fn by_reason(self) -> [(&'static str, u64); 9] {
         [
             ("events", self.events),
             ("entries", self.entries),
             ("calls", self.calls),
             ("stacks", self.stacks),
+            ("busy_stacks", self.busy_stacks),
             ("deep_stacks", self.deep_stacks),
             ("lookups", self.lookups),
             ("processes", self.processes),
@@ -264,6 +269,10 @@ impl fmt::Display for Losses {
                 "calls (too many threads in one at once, or an end that did not reach us)",
             ),
             (self.stacks, "stacks (table full)"),
+            (
+                self.busy_stacks,
+                "stacks (too many were being taken at once; trace fewer threads)",
+            ),
             (
                 self.deep_stacks,
                 "stack tails (deeper than --perf-max-stack-depth)",

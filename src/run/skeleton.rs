@@ -27,6 +27,9 @@
 //! # fn main() {}
 //! ```
 
+use anyhow::Result;
+
+use crate::stacks::slots;
 use crate::stacks::table::MAX_DEPTH;
 
 /// Capacity of an object for call stacks, and their maximum depth.
@@ -51,6 +54,14 @@ impl StackCapacity {
             first_entries: Some(first_entries),
             ..Self::NONE
         }
+    }
+
+    /// Returns the number of slots for stacks that are being taken; 1 if no stack is ever taken.
+    ///
+    /// # Errors
+    /// If the number of possible CPUs cannot be read.
+    pub fn slots(self) -> Result<u32> {
+        self.first_entries.map_or(Ok(1), |_| slots::count())
     }
 
     /// Returns this capacity if stacks are wanted, else [`StackCapacity::NONE`].
@@ -179,10 +190,13 @@ macro_rules! prepare_skeleton {
             stacks: $crate::run::skeleton::StackCapacity,
         ) -> anyhow::Result<Prepared<'_>> {
             let mut prepared = Prepared::open(filter)?;
-            prepared.options()?.stack_depth = stacks.depth;
+            let slots = stacks.slots()?;
+            let options = prepared.options()?;
+            options.stack_depth = stacks.depth;
+            options.stack_slot_count = slots;
             let maps = &mut prepared.maps;
-            let others = [&mut maps.stack_slots];
-            $crate::stacks::table::set_capacity(&mut maps.stacks, others, stacks.first_entries)?;
+            $crate::stacks::slots::set_capacity(slots, [&mut maps.stack_slots], [])?;
+            $crate::stacks::table::set_capacity(&mut maps.stacks, [], stacks.first_entries)?;
             Ok(prepared)
         }
     };
@@ -194,15 +208,19 @@ macro_rules! prepare_skeleton {
             unwind: $crate::stacks::unwind::UnwindArgs,
         ) -> anyhow::Result<Prepared<'_>> {
             let mut prepared = Prepared::open(filter)?;
+            let slots = stacks.slots()?;
             let options = prepared.options()?;
             options.stack_depth = stacks.depth;
+            options.stack_slot_count = slots;
             options.unwind_mode = unwind.mode();
             options.unwind_namespace = unwind.namespace()?;
             options.interpreters = unwind.interpreters();
             options.python_lines = unwind.python_lines();
             let maps = &mut prepared.maps;
+            let of_slots = [&mut maps.stack_slots, &mut maps.python_slots];
+            let with_spare = [&mut maps.mappings, &mut maps.unwind_places];
+            $crate::stacks::slots::set_capacity(slots, of_slots, with_spare)?;
             let others = [
-                &mut maps.stack_slots,
                 &mut maps.unwind_files,
                 &mut maps.unwind_cache,
                 &mut maps.unwind_asked,

@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`table`] | the table of distinct call stacks |
+//! | [`slots`] | the number of stacks that can be taken at the same time |
 //! | [`unwind`] | tables by which user stacks are walked without frame pointers |
 //! | [`named`] | a symbolized stack, the input of every output format |
 //! | [`events`] | the stacks of events, symbolized when the events are printed |
@@ -27,6 +28,7 @@ pub mod named;
 pub mod perf_map;
 pub mod python_names;
 mod runtimes;
+pub mod slots;
 pub(crate) mod source_lines;
 pub mod symbolize;
 pub mod table;
