@@ -24,9 +24,15 @@ use crate::host::cpus::Cpus;
 use crate::print::clock;
 use crate::process::proc::{self, Mapping};
 
-/// Size of the log of one CPU, in bytes; it has to last from one drain to the next. A record has about 100 bytes, and
-/// an exec makes ten or so.
+/// Maximum size of the log of one CPU, in bytes; it has to last from one drain to the next. A record has about 100
+/// bytes, and an exec makes ten or so.
 const LOG_BYTES: usize = 256 << 10;
+/// Maximum size of the logs of all CPUs together, in bytes. It is reached with 32 CPUs; more CPUs share it.
+const ALL_LOGS_BYTES: usize = 8 << 20;
+/// Page of each log, beside its records.
+const HEAD_BYTES: usize = 4 << 10;
+/// Size of the log of one of very many CPUs, in bytes.
+const LEAST_BYTES: usize = 8 << 10;
 /// Minimum size of the log of one CPU, in bytes, for users that may lock no more memory. Without CAP_IPC_LOCK the
 /// limit is 516 KiB per CPU for all tools of a user (kernel.perf_event_mlock_kb), including tools that have just
 /// ended.
@@ -108,7 +114,7 @@ impl MappingLog {
 
     /// Starts logging on a CPU, and replaces the buffer from before the CPU went offline.
     fn open(&mut self, cpu: usize) -> Result<()> {
-        let mut bytes = LOG_BYTES;
+        let mut bytes = log_bytes(self.cpus.online().count());
         let mut buffer = Self::buffer(cpu, bytes);
         while bytes > MIN_LOG_BYTES
             && (buffer.as_ref()).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied)
@@ -213,6 +219,13 @@ impl MappingLog {
     }
 }
 
+/// Returns the size of the log of one CPU of this many, in bytes: a power of two.
+fn log_bytes(cpus: usize) -> usize {
+    let share = (ALL_LOGS_BYTES / cpus.max(1)).saturating_sub(HEAD_BYTES);
+    let whole = (share + 1).next_power_of_two() / 2;
+    whole.clamp(LEAST_BYTES, LOG_BYTES)
+}
+
 /// Returns the change by the exit of a thread, if it was the last of its process. `without_main` has the processes whose
 /// main thread has exited before other threads.
 fn exited(without_main: &mut HashSet<u32>, pid: u32, tid: u32) -> Option<Change> {
@@ -230,5 +243,23 @@ fn exited(without_main: &mut HashSet<u32>, pid: u32, tid: u32) -> Option<Change>
 impl AsFd for MappingLog {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.filling.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_logs_of_all_cpus_together_stay_small() {
+        assert_eq!([1, 2, 16, 31].map(log_bytes), [LOG_BYTES; 4]);
+        assert_eq!([64, 255, 512].map(log_bytes), [64 << 10, 16 << 10, 8 << 10]);
+        for cpus in 32..=512 {
+            let all = cpus * (log_bytes(cpus) + HEAD_BYTES);
+            assert!(all <= ALL_LOGS_BYTES, "{cpus} CPUs: {all}");
+            // Not less than half of what is allowed, with the pages that each log has.
+            assert!(all > ALL_LOGS_BYTES / 3, "{cpus} CPUs: {all}");
+        }
+        assert_eq!(log_bytes(8192), LEAST_BYTES);
     }
 }
