@@ -109,13 +109,14 @@ impl Overrun {
         if done == 0 {
             return None;
         }
-        let whole = self.took.mul_f64((total as f64 / done as f64).max(1.0));
-        // To stop the threads, to read their registers and to release them takes at least as long each.
-        let whole = if self.step == Step::Seize {
-            whole * 4
-        } else {
-            whole
-        };
+        let ratio = (total as f64 / done as f64).max(1.0);
+        let whole = self.took.mul_f64(match self.step {
+            // To stop the threads, to read their registers and to release them takes at least as long each.
+            Step::Seize => 4.0 * ratio,
+            // Most of the time was for all threads, when few had stopped.
+            Step::Stop => ratio.min(4.0),
+            _ => ratio,
+        });
         Some(self.before + whole + self.release)
     }
 
@@ -263,6 +264,7 @@ mod tests {
         assert_eq!(half.needed(), Some(ms(4 + 28 + 1)));
         assert_eq!(overrun(Step::Copy, 4, 14, 0, 400).needed(), None);
         assert_eq!(overrun(Step::Seize, 0, 3, 500, 1000).needed(), Some(ms(25)));
+        assert_eq!(overrun(Step::Stop, 0, 13, 31, 4004).needed(), Some(ms(53)));
         // More pages than were counted.
         assert_eq!(overrun(Step::List, 4, 14, 9, 0).needed(), Some(ms(19)));
     }
