@@ -33,7 +33,7 @@ mod memleak;
 mod memleak_containers;
 mod memleak_kernel;
 mod memleak_processes;
-mod memleak_types;
+mod heapscan_types;
 mod memleak_views;
 mod memory;
 mod memtriage;
@@ -82,7 +82,7 @@ fn all() -> impl Iterator<Item = Trial> {
         memleak_containers::tests(),
         memleak_kernel::tests(),
         memleak_processes::tests(),
-        memleak_types::tests(),
+        heapscan_types::tests(),
         memleak_views::tests(),
         memory::tests(),
         memtriage::tests(),
