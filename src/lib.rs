@@ -35,6 +35,7 @@
 //! | [`export`] | symbolized stacks, and sums, in the formats that people and other programs read |
 //! | [`serve`] | the current report, for browsers and other programs, over HTTP |
 //! | [`run`] | the user-space side of a tool, from its arguments to its exit status |
+//! | [`verdict`] | which blocks of a heap are lost and what holds the rest, as heapscan and memleak print it |
 //!
 //! How to add a tool is in CONTRIBUTING.md.
 
@@ -50,3 +51,4 @@ pub mod process;
 pub mod run;
 pub mod serve;
 pub mod stacks;
+pub mod verdict;

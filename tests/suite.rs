@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Tools that trace nothing.
-const WITHOUT_BPF: [&str; 1] = ["memtriage"];
+const WITHOUT_BPF: [&str; 2] = ["heapscan", "memtriage"];
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 

@@ -255,7 +255,7 @@ impl Reach {
 fn expect_numbers(blocks: usize) -> Result<()> {
     ensure!(
         blocks <= MAX_BLOCKS,
-        "the process has {blocks} blocks, and no more than {MAX_BLOCKS} can be judged; --heap and --types judge none"
+        "the process has {blocks} blocks, and no more than {MAX_BLOCKS} can be judged; heapscan --layout and --types judge none"
     );
     Ok(())
 }

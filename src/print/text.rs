@@ -9,6 +9,7 @@ use std::fmt::Write;
 
 use icu_properties::props::{DefaultIgnorableCodePoint, GeneralCategory, GeneralCategoryGroup};
 use icu_properties::{CodePointMapData, CodePointSetData};
+use serde::Serializer;
 
 /// Maximum number of bytes that are shown of a symbol's name. C++ has longer names, which nobody can read.
 pub const MAX_NAME: usize = 4096;
@@ -84,9 +85,32 @@ pub fn from_c(array: &[c_char]) -> String {
     escape_bytes(&bytes)
 }
 
+/// Serializes an address or an id as a string of hexadecimal digits, such as `0x7f00`.
+///
+/// # Errors
+/// If the serializer fails.
+pub fn serialize_address<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&format_args!("{value:#x}"))
+}
+
 /// Formats bytes as hexadecimal digits, as build ids are written.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Wraps the text at spaces, into lines of at most `width` characters.
+pub fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split(' ') {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
 }
 
 /// Formats a number with groups of digits: `1204331` as `1,204,331`.

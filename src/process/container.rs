@@ -131,6 +131,28 @@ pub fn inside(cgroup_info: Option<&CgroupInfo>) -> String {
     })
 }
 
+/// A process as rows name it.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct ProcessName {
+    /// Id of the process.
+    pub pid: u32,
+    /// Name of the process (comm), escaped.
+    pub comm: String,
+    /// Cgroup that the process is in, or was in. None if cgroups are not wanted.
+    #[serde(flatten)]
+    pub cgroup_info: Option<CgroupInfo>,
+    /// Whether text output names the container.
+    #[serde(skip)]
+    pub container: bool,
+}
+
+impl ProcessName {
+    /// Returns the text that names the container: ` in NAME`, or nothing if --container is not given.
+    pub fn inside(&self) -> String {
+        inside(self.cgroup_info.as_ref().filter(|_| self.container))
+    }
+}
+
 fn cell(name: &str) -> String {
     format!("{:<WIDTH$} ", cut(name))
 }

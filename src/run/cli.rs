@@ -5,7 +5,7 @@
 //! | 0 | stopped by Ctrl-C or another signal, by its duration or count, or because the reader of its output left |
 //! | 1 | it could not run; stderr has the reason and the remedy |
 //! | 2 | wrong usage |
-//! | 3 | memleak with `--fail-on`: more growth than that permits |
+//! | 3 | memleak and heapscan with `--fail-on`: there is what that forbids |
 //! | any | with `-c COMMAND`, the command's own status |
 
 use std::env;
@@ -34,6 +34,24 @@ use crate::run::complete;
 use crate::run::poll::Poller;
 use crate::stacks::source_lines;
 use crate::stacks::table::MAX_DEPTH;
+
+/// Options that other commands have replaced: the tool, the option, and the command. In the command, PID and VALUE are
+/// the words of the user.
+const MOVED: [(&str, &str, &str); 5] = [
+    ("memleak", "--heap", "heapscan -p PID --layout"),
+    ("memleak", "--types", "heapscan -p PID --types"),
+    ("memleak", "--growth", "heapscan -p PID --growth 60"),
+    (
+        "memleak",
+        "--memcheck",
+        "the rows of --verdict, and the object memcheck of --json",
+    ),
+    (
+        "memleak",
+        "--verdict",
+        "memleak -p PID --verdict VALUE 1, or at the exit of a command: memleak -c COMMAND --verdict",
+    ),
+];
 
 /// Parses the arguments, runs the tool, and turns its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
@@ -115,10 +133,45 @@ fn usage(said: &clap::Error) -> ExitCode {
         let _ = said.print();
         return ExitCode::SUCCESS;
     }
+    let arguments: Vec<_> = env::args_os()
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect();
+    if let Some(message) = moved(message::tool(), said, &arguments) {
+        crate::message!("{message}");
+        return ExitCode::from(2);
+    }
     let message = said.render().to_string();
     let message = message.strip_prefix("error: ").unwrap_or(&message);
     crate::message!("{}", message.trim_end());
     ExitCode::from(2)
+}
+
+/// Returns the message about an option that another command has replaced, if that is what is wrong with the arguments.
+fn moved(tool: &str, error: &clap::Error, arguments: &[String]) -> Option<String> {
+    let said = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
+        _ => None,
+    };
+    if !matches!(
+        error.kind(),
+        ErrorKind::UnknownArgument | ErrorKind::TooManyValues
+    ) {
+        return None;
+    }
+    // Such as "--verdict" or "--growth <SECONDS>".
+    let option = said(ContextKind::InvalidArg)?.split([' ', '=']).next()?;
+    let is_it = |moved: &&(&str, &str, &str)| (moved.0, moved.1) == (tool, option);
+    let (_, _, command) = MOVED.iter().find(is_it)?;
+    let is_pid = |word: &&str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
+    let pids = arguments.windows(2).filter_map(|words| {
+        let is_option = words[0] == "--pid" || words[0].starts_with('-') && words[0].ends_with('p');
+        Some(words[1].as_str()).filter(|_| is_option)
+    });
+    let pid = pids.into_iter().find(is_pid).unwrap_or("PID");
+    let value = said(ContextKind::InvalidValue).filter(is_pid);
+    let command = command.replace("PID", pid);
+    let command = command.replace("VALUE", value.unwrap_or("60"));
+    Some(format!("{option} is now: {command}"))
 }
 
 /// Makes glibc return large blocks to the kernel as soon as they are freed. Otherwise glibc keeps up to twice the
@@ -338,6 +391,42 @@ mod tests {
     use anyhow::Context;
 
     use super::*;
+
+    #[test]
+    fn an_option_that_has_moved_is_named_with_its_command() {
+        #[derive(Debug, Parser)]
+        #[command(name = "memleak")]
+        struct Args {
+            #[arg(short, long)]
+            pid: Option<u32>,
+            #[arg(short, long)]
+            json: bool,
+            #[arg(long)]
+            verdict: bool,
+        }
+        let message = |line: &str| {
+            let words: Vec<_> = line.split(' ').map(str::to_owned).collect();
+            let error = Args::try_parse_from(&words).expect_err("it has moved");
+            moved("memleak", &error, &words)
+        };
+        for (line, expected) in [
+            (
+                "memleak -jp 12 --heap",
+                "--heap is now: heapscan -p 12 --layout",
+            ),
+            (
+                "memleak --growth 60",
+                "--growth is now: heapscan -p PID --growth 60",
+            ),
+            (
+                "memleak --pid 7 --verdict=30",
+                "--verdict is now: memleak -p 7 --verdict 30 1, or at the exit of a command: memleak -c COMMAND --verdict",
+            ),
+        ] {
+            assert_eq!(message(line).as_deref(), Some(expected), "{line}");
+        }
+        assert_eq!(message("memleak --unknown"), None);
+    }
 
     #[test]
     fn messages_are_the_system_s() {

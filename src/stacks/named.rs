@@ -431,5 +431,42 @@ impl Part {
     }
 }
 
+/// Frames of a stack as lines, or why they are missing or incomplete.
+pub struct StackText<'a> {
+    /// The stack, of which one part is shown.
+    pub stack: &'a NamedStack,
+    /// Whether each frame begins with its address.
+    pub addresses: bool,
+}
+
+impl<'a> StackText<'a> {
+    /// Shows a stack with addresses.
+    pub fn with_addresses(stack: &'a NamedStack) -> Self {
+        let addresses = true;
+        Self { stack, addresses }
+    }
+}
+
+impl fmt::Display for StackText<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let frames = self.stack.part().map_or(&[][..], |part| &part.frames);
+        for frame in frames {
+            for row in frame.rows() {
+                if self.addresses {
+                    writeln!(f, "\t\t0x{:016x}\t{row}", frame.address)?;
+                } else {
+                    writeln!(f, "\t\t{row}")?;
+                }
+            }
+        }
+        if frames.is_empty() {
+            writeln!(f, "\t\tstack information lost")?;
+        } else if let Some(reason) = self.stack.truncated() {
+            writeln!(f, "\t\t[truncated: {reason}]")?;
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -2,18 +2,17 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use memtools::heap::blocks::{Block, Heap};
-use memtools::heap::idle::IdlePages;
-use memtools::heap::image::Image;
-use memtools::heap::reach::{Class, Reach};
-use memtools::print::text;
-use memtools::process::smaps::MappedMemory;
+use crate::heap::blocks::{Block, Heap};
+use crate::heap::idle::IdlePages;
+use crate::heap::image::Image;
+use crate::heap::reach::{Class, Reach};
+use crate::print::text;
+use crate::process::smaps::MappedMemory;
 use serde::Serialize;
 
 use super::stacks::SymbolizedStacks;
 use super::suppressions::LeakKind;
 use super::traced_blocks::{AllocSite, TracedBlocks};
-use crate::sums::StackKey;
 
 /// Maximum number of blocks that a tree is made of.
 pub(super) const MAX_TREE_BLOCKS: usize = 1000;
@@ -30,9 +29,11 @@ const NEAREST: usize = 8;
 /// Number of blocks and their bytes: the requested ones where the allocation was traced, else those that the program
 /// may use.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
-pub(super) struct Sum {
-    pub(super) blocks: u64,
-    pub(super) bytes: u64,
+pub struct Sum {
+    /// Number of blocks.
+    pub blocks: u64,
+    /// Sum of the blocks' bytes.
+    pub bytes: u64,
 }
 
 impl Sum {
@@ -42,7 +43,7 @@ impl Sum {
     }
 
     /// Returns the sum of both.
-    pub(super) fn plus(self, other: Self) -> Self {
+    pub fn plus(self, other: Self) -> Self {
         Self {
             blocks: self.blocks + other.blocks,
             bytes: self.bytes + other.bytes,
@@ -52,24 +53,24 @@ impl Sum {
 
 /// Sums of all blocks by class.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
-pub(super) struct Sums {
+pub struct Sums {
     /// Blocks that nothing refers to, neither in the last image nor in the one before: leaks.
-    pub(super) unreachable: Sum,
+    pub unreachable: Sum,
     /// Blocks that only unreachable blocks refer to.
-    pub(super) unreachable_via: Sum,
+    pub unreachable_via: Sum,
     /// Blocks that are unreachable, or unreachable via others, in the last image, but were not in the one before.
-    pub(super) undecided: Sum,
+    pub undecided: Sum,
     /// Objects of CPython in cycles that its garbage collector will free, and blocks that only these objects hold.
-    pub(super) python_cycles: Sum,
+    pub python_cycles: Sum,
     /// Blocks with a chain of references from a root, all of which are to starts of blocks.
-    pub(super) reachable: Sum,
+    pub reachable: Sum,
     /// Blocks whose chain has a reference to the middle of a block, or one that is not a plain word.
-    pub(super) interior_only: Sum,
+    pub interior_only: Sum,
     /// Blocks that an entry of --suppressions suppresses: unreachable ones, those via them, reachable and interior-only
     /// ones. They count in no other class.
-    pub(super) suppressed: Sum,
+    pub suppressed: Sum,
     /// Blocks of which it is not known whether they are in use or in a thread's cache. They count in no other class.
-    pub(super) in_doubt: Sum,
+    pub in_doubt: Sum,
 }
 
 /// Kind of a block: its type's name, or its size if the type is not known.
@@ -83,7 +84,7 @@ pub(super) enum Kind {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Key {
     /// Stack that has allocated the blocks, if they were traced.
-    Stack(StackKey),
+    Stack(u64),
     /// Kind of the blocks, if they were not traced.
     Kind(Kind),
 }
@@ -211,7 +212,7 @@ pub(super) struct Judgement {
 }
 
 /// Returns address and size of the lost blocks, to look for them in a later image.
-pub(crate) fn lost_blocks(heap: &Heap, reach: &Reach) -> HashSet<(u64, u64)> {
+pub fn lost_blocks(heap: &Heap, reach: &Reach) -> HashSet<(u64, u64)> {
     let blocks = heap.blocks().iter().enumerate();
     let lost = blocks.filter(|(number, _)| reach.class(*number) < Class::Cycle);
     lost.map(|(_, block)| (block.address, block.size)).collect()
@@ -242,7 +243,7 @@ pub(super) fn judge(
     (heap.in_doubt.iter()).for_each(|block| sums.in_doubt.add(block.size));
     let (mut lost, mut held, mut suppressed) = (HashMap::new(), HashMap::new(), BTreeMap::new());
     let leaders = reach.leaders();
-    let entry = |number: usize, kind: LeakKind| known.suppressed(seen.born(number)?.key, kind);
+    let entry = |number: usize, kind: LeakKind| known.suppressed(seen.born(number)?.stack, kind);
     for (number, block) in heap.blocks().iter().enumerate() {
         let class = reach.class(number);
         let bytes = seen.bytes(number, block);
@@ -277,7 +278,7 @@ pub(super) fn judge(
             continue;
         }
         let (kind, born) = (kind(of), seen.born(of));
-        let key = born.map_or_else(|| Key::Kind(kind.clone()), |born| Key::Stack(born.key));
+        let key = born.map_or_else(|| Key::Kind(kind.clone()), |born| Key::Stack(born.stack));
         let group = groups
             .entry(key)
             .or_insert_with(|| Group::new(of, kind.clone(), born));

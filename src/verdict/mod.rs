@@ -1,55 +1,59 @@
-//! Verdict on lost memory: which blocks of a process nothing refers to, found in copies of the process. It does not
-//! matter when the blocks were allocated. Blocks whose allocation was traced ([`traced`]) are shown by stack.
+//! Verdict on a heap: which blocks of a process nothing refers to, and what holds the other blocks, found in copies of
+//! the process. It does not matter when the blocks were allocated. Blocks whose allocation was traced are shown by
+//! stack. heapscan and memleak print the rows.
 //!
 //! The only reference to a block can be in transit from one place to another, in the hands of the kernel, while an
 //! image is taken. So lost blocks are looked for again in a second image, and called a leak only if they are lost
 //! there, too.
 
-pub(crate) mod args;
+mod args;
 mod idle;
 mod judge;
 mod names;
+mod question;
 mod report;
 mod stacks;
 mod suppressions;
-pub(crate) mod traced;
 mod traced_blocks;
 mod why;
 
+use std::cell::OnceCell;
 use std::collections::HashSet;
-use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use memtools::heap::blocks::{Coverage, Heap};
-use memtools::heap::capture::{self, Request};
-use memtools::heap::file_words;
-use memtools::heap::image::Image;
-use memtools::heap::kernel::{self, KernelWord};
-use memtools::heap::names::{self as types, RunningModules, pymalloc};
-use memtools::heap::reach::Reach;
-use memtools::heap::walk::Walked;
-use memtools::print::output::Output;
-use memtools::print::text;
-use memtools::process::container::CgroupInfo;
-use memtools::process::proc::Process;
-use memtools::process::smaps;
-use memtools::run::privileges;
 
-use crate::args::Args;
-use crate::difference::{self, FailOn};
-use crate::rows::ProcessName;
-use args::WhyQuery;
-use idle::Idle;
-pub(crate) use judge::lost_blocks;
-use judge::{Judgement, Kind, Sum};
-pub(crate) use names::RootNames;
-use report::{Chain, Held, Lost, Memcheck, Next, Origin, Suppressed, Trace, Verdict, What};
-use stacks::{Stacks, SymbolizedStacks, Untraced};
-use suppressions::Suppressions;
-use traced_blocks::TracedBlocks;
-use why::{Branch, Why};
+use crate::heap::blocks::{Coverage, Heap};
+use crate::heap::capture::{self, Request};
+use crate::heap::file_words;
+use crate::heap::image::Image;
+use crate::heap::kernel::{self, KernelWord};
+use crate::heap::names::pymalloc::{self, Pools};
+use crate::heap::names::{self as types, RunningModules};
+use crate::heap::reach::Reach;
+use crate::heap::walk::Walked;
+use crate::print::output::Output;
+use crate::print::text;
+use crate::process::container::{CgroupInfo, ProcessName};
+use crate::process::proc::Process;
+use crate::process::smaps;
+
+pub use args::CopyArgs;
+pub use idle::Idle;
+use judge::{Judgement, Kind};
+pub use judge::{Sum, Sums, lost_blocks};
+pub use names::RootNames;
+use question::WhyQuery;
+pub use report::{
+    Chain, Held, IdleSum, Lost, Memcheck, Next, Origin, Suppressed, Trace, Verdict, What,
+};
+use stacks::SymbolizedStacks;
+pub use stacks::{Stacks, Untraced};
+pub use suppressions::Suppressions;
+pub use traced_blocks::{AllocSite, TracedAllocation, TracedBlocks};
+use why::Branch;
+pub use why::Why;
 
 /// Maximum number of blocks of a chain that are shown.
 const CHAIN: usize = 6;
@@ -59,32 +63,88 @@ const HEADER: u64 = 16;
 /// Smallest share of a group's bytes whose holder is shown beside that of most bytes.
 const OTHER_HOLDER: f64 = 0.1;
 /// Time between two images, in which a reference that is in transit arrives.
-pub(crate) const BETWEEN: Duration = Duration::from_millis(100);
+pub const BETWEEN: Duration = Duration::from_millis(100);
 
-/// Prints which blocks of the process nothing refers to, and what holds the other blocks.
-///
-/// # Errors
-/// If no image of the process can be taken, or its heap cannot be walked, so that there is no verdict.
-pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let process = Process::open(args.pid[0])?;
-    let (mut poller, mut output) = args.start()?;
-    privileges::keep_tracing_and(args.heap.capabilities())?;
-    let watched = args
-        .verdict
-        .idle
-        .map(|time| idle::watch(&process, time, &mut poller));
-    let watched = watched.transpose()?;
-    let request = args.heap.request(&process, watched.as_ref());
-    let case = HeapAnalysis::take_confirmed(&request)?;
-    let leaks = case.print(args, &mut output, &mut Untraced, &Suppressions::default())?;
-    output.finish()?;
-    Ok(status(args, leaks, None))
+/// Settings of a report.
+#[derive(Debug, Clone, Copy)]
+pub struct Settings<'a> {
+    /// Maximum number of groups of unreachable blocks, and of groups of reachable blocks.
+    pub top: usize,
+    /// Questions of --why: addresses, types, sizes or functions.
+    pub why: &'a [String],
+    /// Whether text output names the container of the process.
+    pub container: bool,
 }
 
-/// Returns the exit status of a run that has found so many leaks, from the command's, if there is a command.
-pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
-    let fails = leaks > 0 && args.difference.fail_on == Some(FailOn::Unreachable);
-    difference::status_if(fails, command)
+/// Rows of a verdict.
+#[derive(Debug)]
+pub struct Report {
+    /// Sums of the blocks by class.
+    pub verdict: Verdict,
+    /// Idle part of the reachable blocks, if memory use was watched.
+    pub idle: Option<Idle>,
+    /// Groups of unreachable blocks, those with most bytes first.
+    pub lost: Vec<Lost>,
+    /// Sums of suppressed blocks, by entry of --suppressions.
+    pub suppressed: Vec<Suppressed>,
+    /// Groups of reachable blocks, those with most bytes first.
+    pub held: Vec<Held>,
+    /// Number of groups of unreachable and of reachable blocks, including those that are not shown.
+    pub groups: usize,
+    /// Answers to the questions of --why.
+    pub whys: Vec<Why>,
+    /// Sums by Memcheck's categories.
+    pub memcheck: Memcheck,
+    /// Command to run next.
+    pub next: Option<Next>,
+}
+
+/// Groups of blocks that are printed of a report.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sections {
+    /// Unreachable blocks, and suppressed ones.
+    pub leaks: bool,
+    /// Reachable blocks, with what holds them.
+    pub roots: bool,
+}
+
+impl Report {
+    /// Returns the number of blocks that are leaks.
+    pub fn leaks(&self) -> u64 {
+        self.verdict.sums.unreachable.blocks
+    }
+
+    /// Prints the sums, the groups of these sections, the answers, and the command to run next.
+    ///
+    /// # Errors
+    /// If the output cannot be written.
+    pub fn print(&self, sections: Sections, output: &mut Output) -> Result<()> {
+        output.row(&self.verdict)?;
+        if let Some(idle) = &self.idle {
+            output.row(idle)?;
+        }
+        if sections.leaks {
+            self.lost.iter().try_for_each(|row| output.row(row))?;
+            self.suppressed.iter().try_for_each(|row| output.row(row))?;
+        }
+        if sections.roots {
+            self.held.iter().try_for_each(|row| output.row(row))?;
+        }
+        self.whys.iter().try_for_each(|row| output.row(row))?;
+        output.row(&self.memcheck)?;
+        self.next.as_ref().map_or(Ok(()), |next| output.row(next))
+    }
+}
+
+/// Names a process by its image, and by the cgroup that it was in when the image was taken. `container` is whether text
+/// output names the container.
+pub fn process_name(image: &Image, cgroup_info: CgroupInfo, container: bool) -> ProcessName {
+    ProcessName {
+        pid: image.pid,
+        comm: text::escape_bytes(&image.comm),
+        cgroup_info: Some(cgroup_info),
+        container,
+    }
 }
 
 /// Refuses to judge a heap that is not known as a whole: a missing block or page may hold blocks that look lost. Also
@@ -92,7 +152,7 @@ pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
 ///
 /// # Errors
 /// If the heap is incomplete or too large. The error says what is missing.
-pub(crate) fn expect_whole(walked: &Walked) -> Result<()> {
+pub fn expect_whole(walked: &Walked) -> Result<()> {
     let pid = walked.image.pid;
     if let Some(nonsense) = walked.inconsistency() {
         bail!("no verdict: {nonsense}");
@@ -115,7 +175,7 @@ pub(crate) fn expect_whole(walked: &Walked) -> Result<()> {
 ///
 /// # Errors
 /// If there is such memory. The error says how much.
-pub(crate) fn expect_readable(image: &Image) -> Result<()> {
+pub fn expect_readable(image: &Image) -> Result<()> {
     let pid = image.pid;
     let protected = protected_bytes(image)?;
     if protected > 0 {
@@ -145,15 +205,17 @@ fn protected_bytes(image: &Image) -> Result<u64> {
 }
 
 /// Process to judge, with its image and heap.
-struct HeapAnalysis<'a> {
+pub struct HeapAnalysis<'a> {
     process: &'a Process,
     /// The cgroup that the process was in.
     cgroup_info: CgroupInfo,
     image: Image,
     heap: Heap,
     reach: Reach,
-    /// Types of the blocks, if they were needed before the verdict: for objects of CPython.
-    types: Option<types::Names>,
+    /// Blocks of CPython's own allocator.
+    pools: Pools,
+    /// Types of the blocks, once they are needed.
+    types: OnceCell<types::Names>,
     /// Address and size of the blocks that were lost in the image before.
     before: HashSet<(u64, u64)>,
     /// Pauses of the process by image, in microseconds.
@@ -165,9 +227,16 @@ struct HeapAnalysis<'a> {
 }
 
 impl<'a> HeapAnalysis<'a> {
-    /// Takes an image, and a second one if blocks are lost in the first.
-    fn take_confirmed(request: &Request<'a>) -> Result<Self> {
-        let mut case = Self::look(request)?;
+    /// Takes an image, and a second one if blocks are lost in the first. `look` is called with each walked heap before
+    /// it is judged, also if it cannot be judged.
+    ///
+    /// # Errors
+    /// If no image can be taken, the heap cannot be judged, or `look` fails.
+    pub fn take_confirmed(
+        request: &Request<'a>,
+        look: &mut dyn FnMut(&Walked) -> Result<()>,
+    ) -> Result<Self> {
+        let mut case = Self::take(request, look)?;
         case.before = judge::lost_blocks(&case.heap, &case.reach);
         if case.before.is_empty() {
             return Ok(case);
@@ -177,7 +246,7 @@ impl<'a> HeapAnalysis<'a> {
         // The first copy is freed before the second one is taken.
         drop((case.image, case.heap, case.reach, case.types));
         thread::sleep(BETWEEN);
-        case = Self::look(request)?;
+        case = Self::take(request, look)?;
         pauses.append(&mut case.pauses);
         Ok(Self {
             before,
@@ -188,7 +257,10 @@ impl<'a> HeapAnalysis<'a> {
 
     /// Judges the only image of a process, which is held at its exit. A block that is lost now stays lost. If nothing
     /// is allocated (`is_empty`), the process need not have a heap.
-    fn look_at_exit(process: &'a Process, image: Image, is_empty: bool) -> Result<Self> {
+    ///
+    /// # Errors
+    /// If the heap cannot be judged.
+    pub fn look_at_exit(process: &'a Process, image: Image, is_empty: bool) -> Result<Self> {
         let mut walked = Walked::of(image);
         if is_empty && matches!(walked.heap.coverage, Coverage::Unknown { .. }) {
             walked.heap.coverage = Coverage::Complete;
@@ -203,13 +275,14 @@ impl<'a> HeapAnalysis<'a> {
         Ok(case)
     }
 
-    fn look(request: &Request<'a>) -> Result<Self> {
+    fn take(request: &Request<'a>, look: &mut dyn FnMut(&Walked) -> Result<()>) -> Result<Self> {
         // Words that the kernel keeps while the image is taken are in one of these two lists, unless the kernel keeps
         // them for a shorter time than that.
         let mut kept = kernel::words(request.process.pid());
         // The process may have exited by the time its heap is walked.
         let cgroup_info = CgroupInfo::of_process(request.process.pid());
         let walked = Walked::take(request)?;
+        look(&walked)?;
         expect_whole(&walked)?;
         kept.extend(kernel::words(request.process.pid()));
         Self::of(request.process, cgroup_info, walked, kept)
@@ -228,12 +301,19 @@ impl<'a> HeapAnalysis<'a> {
         image.file_words = file_words::read(&image);
         let (heap, pools) = pymalloc::with_pools(&image, heap);
         // The types of CPython objects are needed to judge them.
-        let types = (pools.blocks > 0).then(|| types_of(process, &image, &heap));
-        let python = types.as_ref().map_or(&[][..], |types| &types.python);
+        let types = OnceCell::new();
+        let python = if pools.blocks > 0 {
+            &types
+                .get_or_init(|| types_of(process, &image, &heap))
+                .python
+        } else {
+            &[][..]
+        };
         Ok(Self {
             process,
             cgroup_info,
             reach: Reach::new(&image, &heap, python)?,
+            pools,
             types,
             before: HashSet::new(),
             pauses: vec![image.paused.as_micros() as u64],
@@ -244,43 +324,68 @@ impl<'a> HeapAnalysis<'a> {
         })
     }
 
-    /// Prints the verdict. Returns how many blocks are leaks.
-    fn print(
-        mut self,
-        args: &Args,
-        output: &mut Output,
+    /// Returns the image that is judged.
+    pub fn image(&self) -> &Image {
+        &self.image
+    }
+
+    /// Returns the heap that is judged, with the blocks of CPython's own allocator.
+    pub fn heap(&self) -> &Heap {
+        &self.heap
+    }
+
+    /// Returns the number of blocks of CPython's own allocator.
+    pub fn pools(&self) -> &Pools {
+        &self.pools
+    }
+
+    /// Returns the types of the blocks.
+    pub fn types(&self) -> &types::Names {
+        self.types
+            .get_or_init(|| types_of(self.process, &self.image, &self.heap))
+    }
+
+    /// Adds the trace of allocations, with those that made blocks of the heap.
+    pub fn add_trace(&mut self, seen: TracedBlocks, trace: Trace) {
+        self.seen = seen;
+        self.trace = Some(trace);
+    }
+
+    /// Makes the rows of the verdict.
+    ///
+    /// # Errors
+    /// If a stack of the trace cannot be read.
+    pub fn report(
+        self,
+        settings: &Settings<'_>,
         stacks: &mut dyn Stacks,
         suppressions: &Suppressions,
-    ) -> Result<u64> {
-        let types = self.types.take();
-        let types = types.unwrap_or_else(|| types_of(self.process, &self.image, &self.heap));
+    ) -> Result<Report> {
+        let types = self.types();
         let heap = &self.heap;
         let seen = &self.seen;
         let kind = |block: usize| match types.of_block(block) {
             Some(named) => Kind::Type(named.name.clone()),
             None => Kind::Size(seen.bytes(block, &heap.blocks()[block])),
         };
-        let known = SymbolizedStacks::of(seen, suppressions, args, stacks)?;
+        let known = SymbolizedStacks::of(seen, suppressions, settings.why, stacks)?;
         let idle = self.image.idle.as_ref();
         let judgement = judge::judge(heap, &self.reach, &self.before, (seen, &known), idle, kind);
-        let lost: Vec<_> = judgement.lost.iter().take(args.top).collect();
-        let held: Vec<_> = judgement.held.iter().take(args.top).collect();
-        output.row(&self.verdict(&judgement, args))?;
-        if let Some(pages) = idle {
-            let sums = judgement.held.iter().map(|group| group.idle);
-            let sum = sums.fold(Sum::default(), Sum::plus);
-            output.row(&Idle::of(pages, sum))?;
-        }
-        for group in lost {
+        let lost = judgement.lost.iter().take(settings.top).map(|group| {
             let address = heap.blocks()[group.example].address;
             let origin = origin_of(group, stacks)?;
-            output.row(&Lost::of(group, address, origin, self.trace.is_some()))?;
-        }
-        for (&entry, &sum) in &judgement.suppressed {
-            let name = text::escape(suppressions.name(entry)).into_owned();
-            output.row(&Suppressed { name, sum })?;
-        }
-        let questions = self.questions(args, kind, &known);
+            Ok(Lost::of(group, address, origin, self.trace.is_some()))
+        });
+        let lost = lost.collect::<Result<_>>()?;
+        let suppressed = judgement
+            .suppressed
+            .iter()
+            .map(|(&entry, &sum)| Suppressed {
+                name: text::escape(suppressions.name(entry)).into_owned(),
+                sum,
+            });
+        let held: Vec<_> = judgement.held.iter().take(settings.top).collect();
+        let questions = self.questions(settings.why, kind, &known);
         let starts = self.reach.starts();
         let start = |block: usize| self.reach.start(&starts, block);
         let asked = questions
@@ -290,28 +395,35 @@ impl<'a> HeapAnalysis<'a> {
         let roots = sampled.chain(asked.copied()).filter_map(start);
         let names = RootNames::of(&self.image, roots);
         let root = |block: usize| names.variable(&self.image, start(block));
-        for group in &held {
+        let held = held.into_iter().map(|group| {
             let origin = origin_of(group, stacks)?;
             let chain = |holder: &judge::Holder| {
                 let root = names.root(&self.image, start(holder.example));
-                self.chain(holder, kind, root, |at| self.is_own(&types, at))
+                self.chain(holder, kind, root, |at| is_own(types, at))
             };
-            output.row(&self.held(group, kind, root, chain, origin))?;
-        }
-        for (question, blocks) in &questions {
-            output.row(&self.why(question, blocks, kind, root))?;
-        }
-        if args.verdict.memcheck {
-            output.row(&Memcheck::from(&judgement.sums))?;
-        }
-        if let Some(next) = self.next(args, &judgement) {
-            output.row(&next)?;
-        }
-        Ok(judgement.sums.unreachable.blocks)
+            Ok(self.held(group, kind, root, chain, origin))
+        });
+        let whys = questions.iter();
+        Ok(Report {
+            verdict: self.verdict(&judgement, settings.container),
+            idle: idle.map(|pages| {
+                let sums = judgement.held.iter().map(|group| group.idle);
+                Idle::of(pages, sums.fold(Sum::default(), Sum::plus))
+            }),
+            lost,
+            suppressed: suppressed.collect(),
+            held: held.collect::<Result<_>>()?,
+            groups: judgement.lost.len() + judgement.held.len(),
+            whys: whys
+                .map(|(question, blocks)| self.why(question, blocks, kind, root))
+                .collect(),
+            memcheck: Memcheck::from(&judgement.sums),
+            next: self.next(!settings.why.is_empty(), &judgement),
+        })
     }
 
     /// Returns the command to run next: what has allocated the leak, what holds the largest group, or how it grows.
-    fn next(&self, args: &Args, judgement: &Judgement) -> Option<Next> {
+    fn next(&self, is_answered: bool, judgement: &Judgement) -> Option<Next> {
         let pid = self.image.pid;
         if self.trace.is_some_and(|trace| trace.at_exit) {
             return None;
@@ -319,35 +431,23 @@ impl<'a> HeapAnalysis<'a> {
         let largest = judgement.held.iter().find_map(|group| group.kind.as_ref());
         let (command, to) = match largest {
             _ if judgement.sums.unreachable.blocks > 0 && self.trace.is_none() => (
-                format!("memleak -p {pid} --verdict=60"),
+                format!("memleak -p {pid} --verdict 60 1"),
                 "what allocates the leak",
             ),
-            Some(kind) if args.verdict.why.is_empty() => {
+            Some(kind) if !is_answered => {
                 let question = judge::question(kind);
-                let command = format!(
-                    "memleak -p {pid} --verdict --why {}",
-                    shell_words::quote(&question)
-                );
+                let command = format!("heapscan -p {pid} --why {}", shell_words::quote(&question));
                 (command, "what holds the largest group")
             }
-            _ => (format!("memleak -p {pid} --growth 60"), "whether it grows"),
+            _ => (format!("heapscan -p {pid} --growth 60"), "whether it grows"),
         };
         Some(Next { command, to })
     }
 
-    /// Whether a block is an object of one of the program's own types.
-    fn is_own(&self, types: &types::Names, block: usize) -> bool {
-        types.of_block(block).is_some_and(|of| match of.kind {
-            types::Kind::Class => true,
-            types::Kind::Python => !judge::is_plain_python(&of.name),
-            _ => false,
-        })
-    }
-
-    fn verdict(&self, judgement: &Judgement, args: &Args) -> Verdict {
+    fn verdict(&self, judgement: &Judgement, container: bool) -> Verdict {
         let (image, heap) = (&self.image, &self.heap);
         Verdict {
-            process: ProcessName::of_image(image, self.cgroup_info.clone(), args),
+            process: process_name(image, self.cgroup_info.clone(), container),
             pauses_us: self.pauses.clone(),
             copied_bytes: image.copied_bytes(),
             allocator: heap
@@ -416,7 +516,7 @@ impl<'a> HeapAnalysis<'a> {
     /// Returns the questions of --why, each with its blocks.
     fn questions(
         &self,
-        args: &Args,
+        why: &[String],
         kind: impl Fn(usize) -> Kind,
         known: &SymbolizedStacks,
     ) -> Vec<(String, Vec<usize>)> {
@@ -450,18 +550,18 @@ impl<'a> HeapAnalysis<'a> {
             WhyQuery::Name(name) => {
                 let by_it = |block: usize| {
                     let born = self.seen.born(block);
-                    born.is_some_and(|born| known.has_function(born.key, &name))
+                    born.is_some_and(|born| known.has_function(born.stack, &name))
                 };
                 let is_it = |&block: &usize| {
                     let bytes = heap.blocks()[block].size;
-                    matches!(kind(block), Kind::Type(of) if args::is_named(&name, &of, bytes))
+                    matches!(kind(block), Kind::Type(of) if question::is_named(&name, &of, bytes))
                         || by_it(block)
                 };
                 all().filter(is_it).collect()
             }
         };
-        let whys = args.verdict.why.iter();
-        whys.map(|question| (text::escape(question).into_owned(), blocks(question)))
+        why.iter()
+            .map(|question| (text::escape(question).into_owned(), blocks(question)))
             .collect()
     }
 
@@ -490,6 +590,15 @@ impl<'a> HeapAnalysis<'a> {
     }
 }
 
+/// Whether a block is an object of one of the program's own types.
+fn is_own(types: &types::Names, block: usize) -> bool {
+    types.of_block(block).is_some_and(|of| match of.kind {
+        types::Kind::Class => true,
+        types::Kind::Python => !judge::is_plain_python(&of.name),
+        _ => false,
+    })
+}
+
 /// Returns the stack and the ages of a group's blocks, if their allocation was traced.
 fn origin_of(group: &judge::Group, stacks: &mut dyn Stacks) -> Result<Option<Origin>> {
     let origin = group.born.map(|born| stacks.origin(born));
@@ -497,7 +606,7 @@ fn origin_of(group: &judge::Group, stacks: &mut dyn Stacks) -> Result<Option<Ori
 }
 
 /// Returns the types of blocks. None are known if the memory of the process cannot be opened any more.
-pub(crate) fn types_of(process: &Process, image: &Image, heap: &Heap) -> types::Names {
+pub fn types_of(process: &Process, image: &Image, heap: &Heap) -> types::Names {
     RunningModules::open(process.pid())
         .map(|modules| types::Names::of(image, heap, &modules))
         .unwrap_or_default()

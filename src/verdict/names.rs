@@ -2,18 +2,18 @@
 
 use std::collections::HashMap;
 
-use memtools::code::elf;
-use memtools::heap::image::Image;
-use memtools::heap::roots::{self, ModuleSizes, Root, RootPlace};
-use memtools::print::demangle::demangle;
-use memtools::print::text;
-use memtools::process::mapped_file::MappedFile;
+use crate::code::elf;
+use crate::heap::image::Image;
+use crate::heap::roots::{self, ModuleSizes, Root, RootPlace};
+use crate::print::demangle::demangle;
+use crate::print::text;
+use crate::process::mapped_file::MappedFile;
 
 use super::judge;
 
 /// Names in the files that roots are in.
 #[derive(Default)]
-pub(crate) struct RootNames {
+pub struct RootNames {
     modules: ModuleSizes,
     /// Variables by file and offset: name, and offset within the variable.
     variables: HashMap<(Vec<u8>, u64), (String, u64)>,
@@ -21,7 +21,7 @@ pub(crate) struct RootNames {
 
 impl RootNames {
     /// Reads the names in the files of a process that these roots are in.
-    pub(crate) fn of(image: &Image, roots: impl Iterator<Item = Root>) -> Self {
+    pub fn of(image: &Image, roots: impl Iterator<Item = Root>) -> Self {
         let places: Vec<_> = roots.map(|root| roots::place(image, root)).collect();
         let in_modules = places.iter().filter_map(|place| match place {
             RootPlace::Module { path, offset } => Some((path.as_slice(), *offset)),
@@ -51,7 +51,7 @@ impl RootNames {
     }
 
     /// Returns the name of a root without its offset in a variable: all elements of an array are one holder.
-    pub(crate) fn variable(&self, image: &Image, root: Option<Root>) -> String {
+    pub fn variable(&self, image: &Image, root: Option<Root>) -> String {
         self.label(image, root, |_| String::new())
     }
 

@@ -1,47 +1,54 @@
-//! Rows that `--verdict` prints.
+//! Rows of a verdict.
 
 use std::io::{self, Write};
 
-use memtools::print::output::Row;
-use memtools::print::text;
-use memtools::run::losses::Losses;
-use memtools::stacks::named::NamedStack;
+use crate::print::output::Row;
+use crate::print::text;
+use crate::process::container::ProcessName;
+use crate::run::losses::Losses;
+use crate::stacks::named::{NamedStack, StackText};
 use serde::Serialize;
-
-use crate::rows::{self, ProcessName, StackText};
 
 use super::judge::{Group, Kind, Sum, Sums};
 
 /// The verdict on a process: its blocks by class.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "verdict")]
-pub(super) struct Verdict {
+pub struct Verdict {
     #[serde(flatten)]
-    pub(super) process: ProcessName,
+    /// Process that was copied.
+    pub process: ProcessName,
     /// Pauses of the process by image, in microseconds.
-    pub(super) pauses_us: Vec<u64>,
-    pub(super) copied_bytes: u64,
-    pub(super) allocator: String,
-    pub(super) coverage: &'static str,
-    pub(super) references: usize,
+    pub pauses_us: Vec<u64>,
+    /// Bytes of the last copy.
+    pub copied_bytes: u64,
+    /// Name of the first allocator with its version. Empty without a heap.
+    pub allocator: String,
+    /// Part of the heap that was walked, always `complete`.
+    pub coverage: &'static str,
+    /// Number of references between blocks.
+    pub references: usize,
     /// Trace of the allocations, if they were traced.
     #[serde(flatten)]
-    pub(super) trace: Option<Trace>,
+    pub trace: Option<Trace>,
     #[serde(flatten)]
-    pub(super) sums: Sums,
+    /// Sums of the blocks by class.
+    pub sums: Sums,
 }
 
 /// The trace before a verdict.
 #[derive(Debug, Clone, Copy, Serialize)]
-pub(super) struct Trace {
-    pub(super) traced_ms: u64,
+pub struct Trace {
+    /// Duration of the trace in milliseconds.
+    pub traced_ms: u64,
     /// Whether the process was copied at its exit.
-    pub(super) at_exit: bool,
+    pub at_exit: bool,
     /// Number of blocks of the heap whose allocation was traced.
-    pub(super) traced_blocks: u64,
+    pub traced_blocks: u64,
     /// Number of entries of --suppressions that were left out.
-    pub(super) ignored_suppressions: u64,
-    pub(super) lost: Losses,
+    pub ignored_suppressions: u64,
+    /// What the trace has lost.
+    pub lost: Losses,
 }
 
 impl Row for Verdict {
@@ -64,27 +71,27 @@ impl Row for Verdict {
         )?;
         let sums = &self.sums;
         let all = [
-            ("unreachable", sums.unreachable, "a leak"),
+            ("unreachable", sums.unreachable, "a leak: definitely lost"),
             (
                 "unreachable via these",
                 sums.unreachable_via,
-                "lost with them",
+                "indirectly lost",
             ),
             (
                 "undecided",
                 sums.undecided,
-                "unreachable in the last copy only",
+                "possibly lost: unreachable in the last copy only",
             ),
             (
                 "in Python's cycles",
                 sums.python_cycles,
-                "to be freed by its garbage collector",
+                "still reachable: its garbage collector frees them",
             ),
-            ("reachable", sums.reachable, ""),
+            ("reachable", sums.reachable, "still reachable"),
             (
                 "reachable, interior only",
                 sums.interior_only,
-                "through a middle, or an address in another form",
+                "possibly lost: through a middle, or an encoded address",
             ),
             ("suppressed", sums.suppressed, "of any class above"),
         ];
@@ -134,10 +141,10 @@ fn text_of_classes(classes: &[(&str, Sum, &str)], out: &mut dyn Write) -> io::Re
     Ok(())
 }
 
-/// Sums by Memcheck's names.
+/// Sums by the names of Memcheck's categories, for JSON.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "memcheck")]
-pub(super) struct Memcheck {
+pub struct Memcheck {
     definitely_lost: Sum,
     indirectly_lost: Sum,
     possibly_lost: Sum,
@@ -158,18 +165,8 @@ impl From<&Sums> for Memcheck {
 }
 
 impl Row for Memcheck {
-    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(out, "LEAK SUMMARY:")?;
-        for (name, sum) in [
-            ("definitely lost", self.definitely_lost),
-            ("indirectly lost", self.indirectly_lost),
-            ("possibly lost", self.possibly_lost),
-            ("still reachable", self.still_reachable),
-            ("suppressed", self.suppressed),
-        ] {
-            let (bytes, blocks) = (text::grouped(sum.bytes), text::grouped(sum.blocks));
-            writeln!(out, "{name:>18}: {bytes} bytes in {blocks} blocks")?;
-        }
+    /// The categories are in the text of [`Verdict`].
+    fn text(&self, _: &mut dyn Write) -> io::Result<()> {
         Ok(())
     }
 }
@@ -177,7 +174,7 @@ impl Row for Memcheck {
 /// Blocks that an entry of --suppressions suppresses.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "suppressed")]
-pub(super) struct Suppressed {
+pub struct Suppressed {
     /// Name of the entry.
     pub(super) name: String,
     #[serde(flatten)]
@@ -197,14 +194,20 @@ impl Row for Suppressed {
 /// Blocks of one group that nothing refers to, with the blocks that were lost via these.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "leak")]
-pub(super) struct Lost {
+pub struct Lost {
     #[serde(flatten)]
-    pub(super) what: What,
-    pub(super) blocks: u64,
-    pub(super) bytes: u64,
-    pub(super) via_blocks: u64,
-    pub(super) via_bytes: u64,
-    pub(super) address: String,
+    /// Kind of the blocks.
+    pub what: What,
+    /// Number of blocks that nothing refers to.
+    pub blocks: u64,
+    /// Bytes of these blocks.
+    pub bytes: u64,
+    /// Number of blocks that only these blocks refer to.
+    pub via_blocks: u64,
+    /// Bytes of the blocks that only these blocks refer to.
+    pub via_bytes: u64,
+    /// Address of one of the blocks.
+    pub address: String,
     #[serde(flatten)]
     pub(super) origin: Option<Origin>,
     /// Whether allocations were traced.
@@ -214,13 +217,17 @@ pub(super) struct Lost {
 
 /// Stack that blocks were allocated by, and the ages of the blocks.
 #[derive(Debug, Serialize)]
-pub(super) struct Origin {
-    pub(super) oldest_age_ms: u64,
-    pub(super) youngest_age_ms: u64,
-    #[serde(serialize_with = "rows::hex")]
-    pub(super) stack_id: u64,
+pub struct Origin {
+    /// Age of the oldest block in milliseconds, when the process was copied.
+    pub oldest_age_ms: u64,
+    /// Age of the youngest block in milliseconds.
+    pub youngest_age_ms: u64,
+    #[serde(serialize_with = "text::serialize_address")]
+    /// Id of the stack.
+    pub stack_id: u64,
     #[serde(flatten)]
-    pub(super) stack: NamedStack,
+    /// Symbolized stack.
+    pub stack: NamedStack,
 }
 
 /// Ends a row with the stack that its blocks were allocated by. If nothing was traced, only ends the line.
@@ -249,7 +256,7 @@ fn text_of_origin(origin: Option<&Origin>, is_traced: bool, out: &mut dyn Write)
 
 /// Kind of the blocks of a row.
 #[derive(Debug, Serialize)]
-pub(super) struct What {
+pub struct What {
     pub(super) name: Option<String>,
     pub(super) size_bytes: Option<u64>,
 }
@@ -265,7 +272,8 @@ impl What {
         Self { name, size_bytes }
     }
 
-    fn text(&self) -> String {
+    /// Describes the kind for people.
+    pub fn text(&self) -> String {
         match (&self.name, self.size_bytes) {
             (Some(name), _) => name.clone(),
             (None, Some(size)) => format!("unnamed, {size} bytes each"),
@@ -313,22 +321,24 @@ impl Row for Lost {
 
 /// Blocks that hold one block, and so others that are held in the same way.
 #[derive(Debug, Serialize)]
-pub(super) struct Chain {
+pub struct Chain {
     /// Share of the bytes that are held in this way.
-    pub(super) held_percent: f64,
+    pub held_percent: f64,
     /// Address of the example.
     pub(super) address: String,
     /// Holders of the example, the nearest first. Not all are shown.
-    pub(super) chain: Vec<String>,
+    pub chain: Vec<String>,
     pub(super) chain_blocks: usize,
-    pub(super) root: String,
+    /// Name of the root at which the chain begins.
+    pub root: String,
     /// Index in the whole chain of each holder in `chain`.
     #[serde(skip)]
     pub(super) indexes: Vec<usize>,
 }
 
 impl Chain {
-    fn text(&self) -> String {
+    /// Describes the holders from the nearest to the root, as `Node <- Cache <- global app`cache`.
+    pub fn text(&self) -> String {
         let (mut text, mut next) = (String::new(), 0);
         let mut left_out = |text: &mut String, until: usize| {
             if until > next {
@@ -351,7 +361,7 @@ impl Chain {
 /// Command that answers the next question.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "next")]
-pub(super) struct Next {
+pub struct Next {
     pub(super) command: String,
     #[serde(skip)]
     pub(super) to: &'static str,
@@ -366,16 +376,20 @@ impl Row for Next {
 /// Blocks of one group that can be reached, and the holders of one of them.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "held")]
-pub(super) struct Held {
+pub struct Held {
     #[serde(flatten)]
-    pub(super) what: What,
-    pub(super) blocks: u64,
-    pub(super) bytes: u64,
+    /// Kind of the blocks.
+    pub what: What,
+    /// Number of blocks.
+    pub blocks: u64,
+    /// Bytes of the blocks.
+    pub bytes: u64,
     /// Sum of the idle blocks, if memory use was watched.
     #[serde(flatten)]
     pub(super) idle: Option<IdleSum>,
     #[serde(flatten)]
-    pub(super) holder: Chain,
+    /// Blocks and root that hold most of the bytes.
+    pub holder: Chain,
     /// Other holders of a tenth or more of the bytes.
     pub(super) other_holders: Vec<Chain>,
     #[serde(flatten)]
@@ -387,7 +401,7 @@ pub(super) struct Held {
 
 /// Sum of the idle blocks of a row.
 #[derive(Debug, Clone, Copy, Serialize)]
-pub(super) struct IdleSum {
+pub struct IdleSum {
     idle_blocks: u64,
     idle_bytes: u64,
 }
@@ -411,6 +425,13 @@ impl IdleSum {
             text::grouped(self.idle_bytes),
             text::count_with_noun(self.idle_blocks, "block")
         )
+    }
+}
+
+impl Held {
+    /// Whether some of the blocks are idle.
+    pub fn is_idle(&self) -> bool {
+        self.idle.is_some_and(|idle| idle.idle_blocks > 0)
     }
 }
 

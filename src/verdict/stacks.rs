@@ -2,30 +2,34 @@
 
 use std::collections::HashMap;
 
+use crate::stacks::named::{Frame, NamedStack};
 use anyhow::Result;
-use memtools::stacks::named::{Frame, NamedStack};
 
 use super::report::Origin;
 use super::suppressions::{LeakKind, Suppressions};
 use super::traced_blocks::{AllocSite, TracedBlocks};
-use crate::args::Args;
-use crate::sums::StackKey;
 
 /// Source of the stacks that blocks were allocated by.
-pub(super) trait Stacks {
-    /// Returns the symbolized stack. Returns None if nothing was traced.
-    fn symbolize(&mut self, key: StackKey) -> Result<Option<NamedStack>>;
+pub trait Stacks {
+    /// Returns the symbolized stack of an id. Returns None if nothing was traced.
+    ///
+    /// # Errors
+    /// If the stack cannot be read.
+    fn symbolize(&mut self, stack: u64) -> Result<Option<NamedStack>>;
 
     /// Returns the symbolized stack, and the ages of the blocks that it has allocated. Returns None if nothing was
     /// traced.
+    ///
+    /// # Errors
+    /// If the stack cannot be read.
     fn origin(&mut self, born: AllocSite) -> Result<Option<Origin>>;
 }
 
 /// Source of stacks of a verdict without a trace.
-pub(super) struct Untraced;
+pub struct Untraced;
 
 impl Stacks for Untraced {
-    fn symbolize(&mut self, _: StackKey) -> Result<Option<NamedStack>> {
+    fn symbolize(&mut self, _: u64) -> Result<Option<NamedStack>> {
         Ok(None)
     }
 
@@ -38,9 +42,9 @@ impl Stacks for Untraced {
 #[derive(Debug, Default)]
 pub(super) struct SymbolizedStacks {
     /// Symbolized stacks. Empty if no option needs them.
-    stacks: HashMap<StackKey, NamedStack>,
+    stacks: HashMap<u64, NamedStack>,
     /// Numbers of the entries that suppress leaks, by stack and kind of leak.
-    suppressed: HashMap<(StackKey, LeakKind), usize>,
+    suppressed: HashMap<(u64, LeakKind), usize>,
 }
 
 impl SymbolizedStacks {
@@ -48,14 +52,14 @@ impl SymbolizedStacks {
     pub(super) fn of(
         seen: &TracedBlocks,
         suppressions: &Suppressions,
-        args: &Args,
+        why: &[String],
         stacks: &mut dyn Stacks,
     ) -> Result<Self> {
         let mut known = Self::default();
-        if args.verdict.why.is_empty() && suppressions.count() == 0 {
+        if why.is_empty() && suppressions.count() == 0 {
             return Ok(known);
         }
-        for key in seen.keys() {
+        for key in seen.stacks() {
             let Some(stack) = stacks.symbolize(key)? else {
                 continue;
             };
@@ -68,12 +72,12 @@ impl SymbolizedStacks {
     }
 
     /// Returns the number of the entry that suppresses leaks of this kind, allocated by this stack.
-    pub(super) fn suppressed(&self, key: StackKey, kind: LeakKind) -> Option<usize> {
+    pub(super) fn suppressed(&self, key: u64, kind: LeakKind) -> Option<usize> {
         self.suppressed.get(&(key, kind)).copied()
     }
 
     /// Whether a function of this name is in the stack. The name may leave out the parameters and the enclosing scopes.
-    pub(super) fn has_function(&self, key: StackKey, name: &str) -> bool {
+    pub(super) fn has_function(&self, key: u64, name: &str) -> bool {
         let stack = self.stacks.get(&key);
         let mut symbols = stack
             .into_iter()

@@ -8,8 +8,8 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use crate::stacks::named::Frame;
 use anyhow::{Context, Result, bail, ensure};
-use memtools::stacks::named::Frame;
 
 use sites::{Site, begins_with};
 
@@ -46,7 +46,7 @@ impl LeakKind {
 
 /// Entries of all files, in their order.
 #[derive(Debug, Default)]
-pub(super) struct Suppressions {
+pub struct Suppressions {
     entries: Vec<Entry>,
     /// Number of entries that are of another tool, or not about leaks.
     ignored: u64,
@@ -79,7 +79,7 @@ impl Suppressions {
     ///
     /// # Errors
     /// If a file cannot be read, or is not in valgrind's format. A format error names the line.
-    pub(super) fn read(paths: &[impl AsRef<Path>]) -> Result<Self> {
+    pub fn read(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let mut all = Self::default();
         for path in paths {
             let path = path.as_ref();
@@ -124,12 +124,12 @@ impl Suppressions {
     }
 
     /// Returns the number of entries that were left out.
-    pub(super) fn ignored(&self) -> u64 {
+    pub fn ignored(&self) -> u64 {
         self.ignored
     }
 
     /// Whether patterns need source lines.
-    pub(super) fn want_source(&self) -> bool {
+    pub fn want_source(&self) -> bool {
         let callers = self.entries.iter().flat_map(|entry| &entry.callers);
         callers
             .into_iter()

@@ -5,17 +5,30 @@
 
 use std::collections::BTreeSet;
 
-use memtools::heap::blocks::{Block, Heap};
+use crate::heap::blocks::{Block, Heap};
 
-use crate::sums::{Allocation, StackKey};
+/// Traced allocation that was not freed.
+#[derive(Debug, Clone, Copy)]
+pub struct TracedAllocation {
+    /// Address of the block.
+    pub address: u64,
+    /// Requested bytes.
+    pub size: u64,
+    /// Id of the stack that has allocated the block.
+    pub stack: u64,
+    /// CLOCK_MONOTONIC of the allocation.
+    pub time_ns: u64,
+}
 
 /// Stack that has allocated blocks, and the times of the allocations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct AllocSite {
-    pub(super) key: StackKey,
-    /// CLOCK_MONOTONIC of the first and of the last allocation.
-    pub(super) first_ns: u64,
-    pub(super) last_ns: u64,
+pub struct AllocSite {
+    /// Id of the stack.
+    pub stack: u64,
+    /// CLOCK_MONOTONIC of the first allocation.
+    pub first_ns: u64,
+    /// CLOCK_MONOTONIC of the last allocation.
+    pub last_ns: u64,
 }
 
 impl AllocSite {
@@ -28,8 +41,7 @@ impl AllocSite {
 
 /// Traced blocks of a heap.
 #[derive(Debug, Default)]
-pub(super) struct TracedBlocks {
-    pid: u32,
+pub struct TracedBlocks {
     /// Traced blocks, sorted by number.
     blocks: Vec<TracedBlock>,
 }
@@ -49,15 +61,14 @@ impl TracedBlocks {
     /// Finds the blocks that these allocations made. An allocation after the copy, at `copied_ns` of CLOCK_MONOTONIC,
     /// may have the address of a block that was freed meanwhile, and is left out. So is an allocation that is larger
     /// than the block at its address: it made another block.
-    pub(super) fn of(
+    pub fn of(
         heap: &Heap,
-        pid: u32,
         copied_ns: u64,
-        allocations: impl IntoIterator<Item = Allocation>,
+        allocations: impl IntoIterator<Item = TracedAllocation>,
     ) -> Self {
-        let made = |by: Allocation| {
+        let made = |by: TracedAllocation| {
             let found = heap.block_at(by.address);
-            let (number, _) = found.filter(|&(_, offset)| offset == 0 && by.pid == pid)?;
+            let (number, _) = found.filter(|&(_, offset)| offset == 0)?;
             let is_it = by.time_ns <= copied_ns && by.size <= heap.blocks()[number].size;
             is_it.then_some(TracedBlock {
                 number,
@@ -69,11 +80,11 @@ impl TracedBlocks {
         let mut blocks: Vec<TracedBlock> = allocations.into_iter().filter_map(made).collect();
         blocks.sort_unstable_by_key(|made| made.number);
         blocks.dedup_by_key(|made| made.number);
-        Self { pid, blocks }
+        Self { blocks }
     }
 
     /// Returns the number of traced blocks.
-    pub(super) fn count(&self) -> u64 {
+    pub fn count(&self) -> u64 {
         self.blocks.len() as u64
     }
 
@@ -92,20 +103,15 @@ impl TracedBlocks {
     pub(super) fn born(&self, number: usize) -> Option<AllocSite> {
         let made = self.made(number)?;
         Some(AllocSite {
-            key: StackKey {
-                pid: self.pid,
-                stack: made.stack,
-            },
+            stack: made.stack,
             first_ns: made.time_ns,
             last_ns: made.time_ns,
         })
     }
 
     /// Returns the stacks that have allocated the traced blocks, each once.
-    pub(super) fn keys(&self) -> BTreeSet<StackKey> {
-        let pid = self.pid;
-        let stacks = self.blocks.iter().map(|made| made.stack);
-        stacks.map(|stack| StackKey { pid, stack }).collect()
+    pub(super) fn stacks(&self) -> BTreeSet<u64> {
+        self.blocks.iter().map(|made| made.stack).collect()
     }
 
     fn made(&self, number: usize) -> Option<&TracedBlock> {
@@ -118,7 +124,7 @@ impl TracedBlocks {
 
 #[cfg(test)]
 mod tests {
-    use memtools::heap::blocks::Coverage;
+    use crate::heap::blocks::Coverage;
 
     use super::*;
 
@@ -127,22 +133,14 @@ mod tests {
         let block = |address, size| Block { address, size };
         let blocks = vec![block(0x1000, 24), block(0x2000, 40), block(0x3000, 24)];
         let heap = Heap::new(blocks, Coverage::Complete);
-        let made = |address, size, time_ns| Allocation {
-            pid: 7,
+        let made = |address, size, time_ns| TracedAllocation {
             address,
             size,
             stack: 0x51,
             time_ns,
-            calls: 1,
-            level: 0,
-        };
-        let other = Allocation {
-            pid: 8,
-            ..made(0x3000, 20, 5)
         };
         let seen = TracedBlocks::of(
             &heap,
-            7,
             100,
             [
                 made(0x1000, 20, 5),
@@ -150,13 +148,12 @@ mod tests {
                 made(0x1008, 8, 5),
                 made(0x2000, 40, 101),
                 made(0x3000, 25, 5),
-                other,
             ],
         );
         assert_eq!(seen.count(), 1);
         assert_eq!(seen.bytes(0, &heap.blocks()[0]), 20);
         assert_eq!(seen.bytes(1, &heap.blocks()[1]), 40);
-        assert_eq!(seen.born(0).map(|born| born.key.stack), Some(0x51));
+        assert_eq!(seen.born(0).map(|born| born.stack), Some(0x51));
         assert_eq!(seen.born(2), None);
     }
 }

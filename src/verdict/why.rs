@@ -1,9 +1,9 @@
-//! Rows of `--why`: who holds blocks, as a tree.
+//! Row of `--why`: who holds blocks, as a tree.
 
 use std::io::{self, Write};
 
-use memtools::print::output::Row;
-use memtools::print::text;
+use crate::print::output::Row;
+use crate::print::text;
 use serde::Serialize;
 
 use super::judge::Tree;
@@ -15,7 +15,7 @@ const MAX_DEPTH: usize = 12;
 /// Holders of the blocks that --why asks for.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "why")]
-pub(super) struct Why {
+pub struct Why {
     pub(super) question: String,
     pub(super) blocks: u64,
     pub(super) bytes: u64,

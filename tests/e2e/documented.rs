@@ -18,6 +18,7 @@ fn man_page(tool: &str) -> Option<&'static str> {
         "drsnoop" => include_str!("../../tools/drsnoop.8"),
         "faults" => include_str!("../../tools/faults.8"),
         "ffaults" => include_str!("../../tools/ffaults.8"),
+        "heapscan" => include_str!("../../tools/heapscan.8"),
         "hfaults" => include_str!("../../tools/hfaults.8"),
         "memleak" => include_str!("../../tools/memleak.8"),
         "memtriage" => include_str!("../../tools/memtriage.8"),

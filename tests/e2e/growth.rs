@@ -1,4 +1,4 @@
-//! memleak --growth, on programs whose memory behaves as their label says, and its verdicts on them.
+//! heapscan --growth, on programs whose memory behaves as their label says, and its verdicts on them.
 
 use std::collections::HashMap;
 use std::process::Command;
@@ -32,7 +32,7 @@ const WRONG: usize = LABELS.len() * SEEDS.len() / 20;
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "memleak::growth":
+    harness::tests! { "heapscan::growth":
         labelled_programs_are_told_apart [Once],
         types_that_grow_are_told_with_their_rate [Once],
         a_held_type_is_told_with_what_holds_it [Once],
@@ -45,14 +45,14 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Starts a program, and memleak on it. When the function returns, memleak has a first image, and the program works.
+/// Starts a program, and heapscan on it. When the function returns, heapscan has a first image, and the program works.
 fn watch(label: &str, seed: u64, seconds: u64, args: &[&str]) -> Result<(Workload, Tool)> {
     let milliseconds = (1000 * seconds).to_string();
     let program = [label, &milliseconds, &seed.to_string()];
     let mut workload = Workload::start("growth", &program)?;
     let (pid, seconds) = (workload.pid(), seconds.to_string());
     let own = ["-p", &pid, "--growth", &seconds, "--max-pause", "60000"];
-    let mut tool = Tool::start("memleak", &[&own[..], args].concat())?;
+    let mut tool = Tool::start("heapscan", &[&own[..], args].concat())?;
     tool.wait_for_stderr("is watched for")?;
     workload.go()?;
     Ok((workload, tool))
@@ -206,7 +206,7 @@ fn cycles_of_python_are_no_cache() -> Result<()> {
             "--max-pause",
             "60000",
         ];
-        let mut tool = Tool::start("memleak", &args)?;
+        let mut tool = Tool::start("heapscan", &args)?;
         tool.wait_for_stderr("is watched for")?;
         workload.go()?;
         let rows = tool.wait()?.objects()?;
@@ -223,20 +223,13 @@ fn cycles_of_python_are_no_cache() -> Result<()> {
 
 /// Expects that the next command names blocks by --why, and finds them.
 fn expect_next_to_answer(workload: &Workload, next: &str) -> Result<()> {
-    let own = format!("memleak -p {} --verdict --why ", workload.pid());
+    let own = format!("heapscan -p {} --why ", workload.pid());
     let question = next
         .strip_prefix(&own)
         .with_context(|| format!("{next:?}"))?;
-    let args = [
-        "-jp",
-        &workload.pid(),
-        "--verdict",
-        "--max-pause",
-        "60000",
-        "--why",
-    ];
+    let args = ["-jp", &workload.pid(), "--max-pause", "60000", "--why"];
     let question = question.trim_matches('\'');
-    let rows = harness::run("memleak", &[&args[..], &[question]].concat())?.objects()?;
+    let rows = harness::run("heapscan", &[&args[..], &[question]].concat())?.objects()?;
     let why = rows.iter().find(|row| row["type"] == "why");
     let blocks = why.and_then(|why| why["blocks"].as_u64());
     ensure!(blocks > Some(100), "{next}: {why:?}");
@@ -246,8 +239,15 @@ fn expect_next_to_answer(workload: &Workload, next: &str) -> Result<()> {
 /// Expects that the lists of the objects of Record are shown as held by these, although other blocks are of the same
 /// type.
 fn expect_lists_of_records(workload: &Workload) -> Result<()> {
-    let args = ["-jp", &workload.pid(), "--verdict", "--max-pause", "60000"];
-    let rows = harness::run("memleak", &args)?.objects()?;
+    let args = [
+        "-jp",
+        &workload.pid(),
+        "--leaks",
+        "--roots",
+        "--max-pause",
+        "60000",
+    ];
+    let rows = harness::run("heapscan", &args)?.objects()?;
     let lists = row(&rows, "held by list")?;
     let chain = lists["chain"].as_array().context("no chain")?;
     let is_record = |holder: &Value| {
@@ -277,7 +277,7 @@ fn what_protected_memory_may_refer_to_is_not_judged() -> Result<()> {
 }
 
 fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
-    // Before memleak has three images, it gives no verdict.
+    // Before heapscan has three images, it gives no verdict.
     let (workload, tool) = watch("unbounded", 7, 600, &["-j"])?;
     tool.signal(Signal::SIGINT)?;
     let ended = tool.wait()?;
@@ -320,7 +320,7 @@ fn what_becomes_another_program_is_refused() -> Result<()> {
         program.display()
     );
     let mut workload = Workload::spawn(shell.args(["-c", &script]))?;
-    let mut tool = Tool::start("memleak", &["-p", &workload.pid(), "--growth", "3"])?;
+    let mut tool = Tool::start("heapscan", &["-p", &workload.pid(), "--growth", "3"])?;
     tool.wait_for_stderr("is watched for")?;
     workload.go()?;
     workload.wait_ready()?;
@@ -352,9 +352,9 @@ fn the_growth_of_a_process_is_a_table() -> Result<()> {
         "{ended:?}"
     );
     harness::expect_refusal(
-        "memleak",
+        "heapscan",
         &["-p", "1,2", "--growth", "60"],
         2,
-        "name it with -p PID",
+        "must be the number of a process",
     )
 }

@@ -1,4 +1,4 @@
-//! The heap of a process as memleak finds it in a copy, against the record of a library that intercepts malloc.
+//! The heap of a process as heapscan finds it in a copy, against the record of a library that intercepts malloc.
 
 use std::collections::HashMap;
 use std::fs;
@@ -13,7 +13,7 @@ use crate::harness::{self, Workload};
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "memleak::heap":
+    harness::tests! { "heapscan::heap":
         every_block_is_found_and_no_other [Once],
         blocks_are_found_where_brk_failed [Once],
         blocks_are_found_where_others_moved_the_end_of_the_heap [Once],
@@ -32,17 +32,17 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 fn a_report_that_does_not_fit_on_the_disk_is_an_error() -> Result<()> {
     let workload = Workload::start("heap", &["0", "2003", "plain"])?;
-    for view in ["--heap", "--types", "--verdict"] {
+    for view in ["--layout", "--types", "--leaks"] {
         let args = ["-p", &workload.pid(), view, "--output", "/dev/full"];
-        harness::expect_refusal("memleak", &args, 1, "No space left")?;
+        harness::expect_refusal("heapscan", &args, 1, "No space left")?;
     }
     Ok(())
 }
 
-/// Returns the JSON rows that `memleak --heap` prints.
+/// Returns the JSON rows that `heapscan --layout` prints.
 pub(super) fn look(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
-    let args = [&["-p", pid, "--heap", "-j", "--max-pause", "60000"], args].concat();
-    harness::run("memleak", &args)?.objects()
+    let args = [&["-p", pid, "--layout", "-j", "--max-pause", "60000"], args].concat();
+    harness::run("heapscan", &args)?.objects()
 }
 
 pub(super) fn number(value: &Value) -> Result<u64> {
@@ -87,7 +87,7 @@ pub(super) fn expect_blocks_of(command: &mut Command) -> Result<Value> {
     let folder = harness::scratch()?;
     let record = folder.path().join("record");
     let workload = Workload::spawn(command.env("RECORD", &record))?;
-    let rows = look(&workload.pid(), &["-a"])?;
+    let rows = look(&workload.pid(), &["--blocks"])?;
     let (head, blocks) = rows.split_first().context("no report")?;
     ensure!(head["coverage"] == "complete", "{head}");
     let live = recorded(&record)?;
@@ -229,7 +229,7 @@ fn blocks_of_musl_are_found() -> Result<()> {
     command.env("RECORD", &record);
     command.env("LD_PRELOAD", harness::workload("librecord-musl.so"));
     let workload = Workload::spawn(command.args(["7", "20011", "plain"]))?;
-    let rows = look(&workload.pid(), &["-a"])?;
+    let rows = look(&workload.pid(), &["--blocks"])?;
     let (head, blocks) = rows.split_first().context("no report")?;
     ensure!(head["coverage"] == "complete", "{head}");
     ensure!(head["allocators"][0]["name"] == "musl mallocng", "{head}");
@@ -254,7 +254,7 @@ fn blocks_of_musl_are_found() -> Result<()> {
     Ok(())
 }
 
-/// memleak gives no verdict, but prints the rest of the report.
+/// heapscan gives no verdict, but prints the rest of the report.
 fn an_allocator_without_a_walk_is_named() -> Result<()> {
     for (library, name) in [
         ("libtcmalloc_minimal.so.4", "tcmalloc"),
@@ -272,9 +272,9 @@ fn an_allocator_without_a_walk_is_named() -> Result<()> {
             "{rows:?}"
         );
         ensure!(number(&rows[0]["resident_bytes"])? > 0, "{rows:?}");
-        for question in ["--verdict", "--types"] {
+        for question in ["--leaks", "--types"] {
             let args = ["-p", &pid, question, "--max-pause", "60000"];
-            harness::expect_refusal("memleak", &args, 1, &says)?;
+            harness::expect_refusal("heapscan", &args, 1, &says)?;
         }
     }
     Ok(())
@@ -296,7 +296,7 @@ fn what_malloc_trim_returns_is_foretold() -> Result<()> {
     let head = rows.first().context("no report")?;
     ensure!(head["verdict"] == "fragmentation", "{head}");
     let foretold = number(&head["trim_bytes"])? / 1024;
-    let text = harness::run("memleak", &["-p", &workload.pid(), "--heap"])?;
+    let text = harness::run("heapscan", &["-p", &workload.pid(), "--layout"])?;
     ensure!(
         text.stdout.contains("fragmentation, not a leak: "),
         "{text:?}"
@@ -327,7 +327,7 @@ fn a_heap_in_use_is_whole_within_three_images() -> Result<()> {
 
 fn a_damaged_heap_is_refused_with_the_place() -> Result<()> {
     let mut workload = Workload::start("heap", &["0", "0", "corrupt"])?;
-    let ended = harness::run("memleak", &["-p", &workload.pid(), "--heap"])?;
+    let ended = harness::run("heapscan", &["-p", &workload.pid(), "--layout"])?;
     let header = workload.work()?["header"].clone();
     ensure!(
         ended.status.code() == Some(1) && ended.stderr.contains(&format!(" at {header}")),

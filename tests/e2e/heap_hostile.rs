@@ -1,4 +1,4 @@
-//! memleak on damaged heaps, and on processes that fork, exec or exit while it looks. memleak says what is wrong,
+//! heapscan on damaged heaps, and on processes that fork, exec or exit while it looks. heapscan says what is wrong,
 //! takes no more memory than for other processes, ends, and leaves the process as it was.
 
 use std::os::unix::process::CommandExt;
@@ -17,7 +17,7 @@ use crate::heap_pause::tracer_and_state;
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "memleak::hostile":
+    harness::tests! { "heapscan::hostile":
         damaged_heaps_are_refused_with_the_place [Once],
         forged_words_change_nothing [Once],
         a_ring_of_blocks_is_one_leak [Once],
@@ -31,20 +31,20 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 const QUESTIONS: [&[&str]; 4] = [
-    &["--verdict"],
-    &["--heap"],
+    &["--leaks", "--roots"],
+    &["--layout"],
     &["--types"],
-    &["--verdict", "--why", "24"],
+    &["--leaks", "--why", "24"],
 ];
-/// Address space that memleak gets here, in bytes. For a process of 100 MB it needs much less.
+/// Address space that heapscan gets here, in bytes. For a process of 100 MB it needs much less.
 const ROOM: u64 = 1 << 30;
 /// Longest permitted duration of a look at these processes, also in an emulated guest.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// Runs memleak on a process, with limited address space and time.
+/// Runs heapscan on a process, with limited address space and time.
 fn look(pid: &str, question: &[&str]) -> Result<ToolOutput> {
     let start = Instant::now();
-    let mut command = Command::new(harness::tool("memleak"));
+    let mut command = Command::new(harness::tool("heapscan"));
     command
         .args(["-p", pid, "--max-pause", "60000"])
         .args(question)
@@ -90,9 +90,9 @@ fn damaged_heaps_are_refused_with_the_place() -> Result<()> {
                 ended.status.code() == Some(1),
                 "{kind} {question:?}: {ended:?}"
             );
-            if question[0] == "--verdict" {
+            if question[0] == "--leaks" {
                 ensure!(
-                    ended.stderr.contains("memleak: no verdict"),
+                    ended.stderr.contains("heapscan: no verdict"),
                     "{kind}: {ended:?}"
                 );
             }
@@ -112,7 +112,7 @@ fn damaged_heaps_are_refused_with_the_place() -> Result<()> {
     Ok(())
 }
 
-/// Words that look like an allocator's metadata, in other places, change nothing: memleak does not follow them as
+/// Words that look like an allocator's metadata, in other places, change nothing: heapscan does not follow them as
 /// lists, and takes the blocks that contain them for ordinary blocks.
 fn forged_words_change_nothing() -> Result<()> {
     for (kind, blocks) in [
@@ -135,7 +135,7 @@ fn forged_words_change_nothing() -> Result<()> {
 
 fn a_ring_of_blocks_is_one_leak() -> Result<()> {
     let workload = Workload::start("hostile-heap", &["ring-of-blocks"])?;
-    let ended = look(&workload.pid(), &["--verdict", "--why", "24"])?;
+    let ended = look(&workload.pid(), &["--leaks", "--why", "24"])?;
     for says in [
         "24 bytes in 1 block unreachable (+ 7,200,144 bytes in 300,006 blocks via)",
         "WHY 24: 7,200,168 bytes in 300,007 blocks, of which the first 1000 are followed",
@@ -155,7 +155,7 @@ fn heaps_of_two_c_libraries_have_no_verdict() -> Result<()> {
         "{ended:?}"
     );
     ensure!(ended.stderr.contains(says), "{ended:?}");
-    let ended = look(&workload.pid(), &["--heap"])?;
+    let ended = look(&workload.pid(), &["--layout"])?;
     ensure!(
         ended.status.success() && ended.stdout.contains(&format!("coverage: unknown: {says}")),
         "{ended:?}"
@@ -180,7 +180,7 @@ fn what_forks_or_starts_threads_is_judged() -> Result<()> {
     Ok(())
 }
 
-/// The image shows the program before or after an exec. memleak finds a heap in it, or says that it has none.
+/// The image shows the program before or after an exec. heapscan finds a heap in it, or says that it has none.
 fn what_executes_itself_is_judged_or_refused() -> Result<()> {
     let mut workload = Workload::start("hostile-heap", &["execs"])?;
     workload.go()?;
@@ -202,15 +202,15 @@ fn what_executes_itself_is_judged_or_refused() -> Result<()> {
     Ok(())
 }
 
-/// A process of some size is killed as soon as memleak has stopped it.
+/// A process of some size is killed as soon as heapscan has stopped it.
 fn what_is_killed_has_no_verdict() -> Result<()> {
     let mut met = 0;
     for _ in 0..10 {
         let mut workload = Workload::start("heap", &["0", "200003", "holes"])?;
         let pid = workload.pid();
         let mut tool = Tool::start(
-            "memleak",
-            &["-p", &pid, "--verdict", "--max-pause", "60000"],
+            "heapscan",
+            &["-p", &pid, "--leaks", "--roots", "--max-pause", "60000"],
         )?;
         let tracer = tool.pid().to_string();
         while !tool.has_ended()? {
@@ -241,14 +241,21 @@ fn what_is_killed_has_no_verdict() -> Result<()> {
     Ok(())
 }
 
-/// Processes exit, each at another moment of memleak's look at it.
+/// Processes exit, each at another moment of heapscan's look at it.
 fn what_exits_has_no_verdict() -> Result<()> {
     let mut gone = 0;
     for round in 0..24 {
         let mut workload = Workload::start("heap", &["0", "20011", "holes"])?;
         let tool = Tool::start(
-            "memleak",
-            &["-p", &workload.pid(), "--verdict", "--max-pause", "60000"],
+            "heapscan",
+            &[
+                "-p",
+                &workload.pid(),
+                "--leaks",
+                "--roots",
+                "--max-pause",
+                "60000",
+            ],
         )?;
         thread::sleep(Duration::from_millis(3 * round));
         workload.work()?;
@@ -273,8 +280,8 @@ fn what_exits_has_no_verdict() -> Result<()> {
 fn nobody_may_not_look() -> Result<()> {
     const NOBODY: u32 = 65534;
     let folder = harness::scratch()?;
-    let tool = folder.path().join("memleak");
-    harness::copy(&harness::tool("memleak"), &tool)?;
+    let tool = folder.path().join("heapscan");
+    harness::copy(&harness::tool("heapscan"), &tool)?;
     Command::new("chmod")
         .arg("755")
         .arg(folder.path())

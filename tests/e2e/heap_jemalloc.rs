@@ -1,4 +1,4 @@
-//! The heap of jemalloc as memleak finds it in a copy.
+//! The heap of jemalloc as heapscan finds it in a copy.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ use crate::heap::{expect_blocks_of, look, number};
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "memleak::heap":
+    harness::tests! { "heapscan::heap":
         blocks_of_jemalloc_are_found [Once],
         blocks_of_jemalloc_under_other_names_are_found [Once],
         blocks_of_two_jemallocs_are_found [Once],
@@ -94,8 +94,8 @@ fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
     let pid = workload.pid();
     let mut in_doubt = 0;
     for _ in 0..10 {
-        let args = ["-p", &pid, "--verdict", "-j", "--max-pause", "60000"];
-        let ended = harness::run("memleak", &args)?;
+        let args = ["-p", &pid, "--leaks", "-j", "--max-pause", "60000"];
+        let ended = harness::run("heapscan", &args)?;
         ensure!(ended.status.success(), "{ended:?}");
         let rows = ended.objects()?;
         let head = rows.first().context("no report")?;

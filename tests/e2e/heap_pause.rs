@@ -1,4 +1,4 @@
-//! memleak stops a process for a moment. The process continues as if nobody had looked, and a process that cannot
+//! heapscan stops a process for a moment. The process continues as if nobody had looked, and a process that cannot
 //! be stopped is refused.
 
 use std::fs;
@@ -19,7 +19,7 @@ use crate::heap::{look, number};
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "memleak::heap":
+    harness::tests! { "heapscan::heap":
         a_traced_process_is_refused,
         a_thread_that_is_late_is_tried_again,
         a_thread_that_never_stops_is_refused,
@@ -43,8 +43,8 @@ fn a_traced_process_is_refused() -> Result<()> {
     let pid = workload.pid();
     ptrace::seize(Pid::from_raw(pid.parse()?), ptrace::Options::empty())?;
     harness::expect_refusal(
-        "memleak",
-        &["-p", &pid, "--heap"],
+        "heapscan",
+        &["-p", &pid, "--layout"],
         1,
         "is traced already, by ",
     )?;
@@ -67,10 +67,10 @@ fn in_vfork() -> Result<(Workload, String)> {
 /// The first attempt fails, because the process sleeps uninterruptibly. Then the sleep ends, and the next attempt
 /// succeeds.
 fn a_thread_that_is_late_is_tried_again() -> Result<()> {
-    for question in ["--heap", "--types", "--verdict"] {
+    for question in ["--layout", "--types", "--leaks"] {
         let (mut workload, child) = in_vfork()?;
         let pid = workload.pid();
-        let mut tool = Tool::start("memleak", &["-p", &pid, question, "--max-pause", "60000"])?;
+        let mut tool = Tool::start("heapscan", &["-p", &pid, question, "--max-pause", "60000"])?;
         let tracer = tool.pid().to_string();
         for holder in [tracer.as_str(), "0"] {
             while tracer_and_state(&pid)?.0 != holder {
@@ -98,9 +98,9 @@ fn a_thread_that_never_stops_is_refused() -> Result<()> {
         &format!("thread {pid} of process {pid} did not stop within 100 ms in 6 tries over "),
         "a vfork whose child still runs); all threads go on, try again",
     ];
-    for question in ["--verdict", "--growth=10"] {
+    for question in ["--leaks", "--growth=10"] {
         let args = ["-p", &pid, question, "--max-pause", "60000"];
-        let ended = harness::run("memleak", &args)?;
+        let ended = harness::run("heapscan", &args)?;
         ensure!(
             ended.status.code() == Some(1) && says.iter().all(|says| ended.stderr.contains(says)),
             "{question}: {ended:?}"
@@ -133,7 +133,7 @@ fn shared_memory_is_not_brought_in() -> Result<()> {
 /// Time by which a gap that the target measures may be longer than the bound, for what else the machine does.
 const SLACK: Duration = Duration::from_millis(20);
 
-/// Expects a process to be copied or refused within the bound, by its own clock. Returns what memleak said. As the
+/// Expects a process to be copied or refused within the bound, by its own clock. Returns what heapscan said. As the
 /// machine may withhold CPU time from the process, the shortest of three measurements counts.
 fn expect_bound(workload: [&str; 2], bound: u64) -> Result<String> {
     let mut measured = Vec::new();
@@ -142,11 +142,11 @@ fn expect_bound(workload: [&str; 2], bound: u64) -> Result<String> {
         let args = [
             "-p",
             &workload.pid(),
-            "--heap",
+            "--layout",
             "--max-pause",
             &bound.to_string(),
         ];
-        let ended = harness::run("memleak", &args)?;
+        let ended = harness::run("heapscan", &args)?;
         let refused = format!(" within --max-pause {bound}");
         ensure!(
             ended.status.success() || ended.stderr.contains(&refused),
@@ -206,7 +206,10 @@ fn a_process_runs_on_if_memleak_is_killed_in_the_pause() -> Result<()> {
     let pid = workload.pid();
     let mut killed = 0;
     for _ in 0..10 {
-        let mut tool = Tool::start("memleak", &["-p", &pid, "--heap", "--max-pause", "60000"])?;
+        let mut tool = Tool::start(
+            "heapscan",
+            &["-p", &pid, "--layout", "--max-pause", "60000"],
+        )?;
         let tracer = tool.pid().to_string();
         while !tool.has_ended()? {
             if tracer_and_state(&pid)?.0 == tracer {
@@ -275,20 +278,20 @@ fn a_copy_of_which_most_was_made_before_is_of_one_moment() -> Result<()> {
 fn what_was_copied_before_is_not_copied_again() -> Result<()> {
     let mut workload = Workload::start("heap", &["0", "50021", "holes"])?;
     let pid = workload.pid();
-    let args = ["-p", &pid, "--heap", "-j", "--max-pause", "60000"];
-    let whole = harness::run("memleak", &args)?.objects()?;
-    let ended = harness::run("memleak", &[&args[..], &["--pre-copy"]].concat())?;
+    let args = ["-p", &pid, "--layout", "-j", "--max-pause", "60000"];
+    let whole = harness::run("heapscan", &args)?.objects()?;
+    let ended = harness::run("heapscan", &[&args[..], &["--pre-copy"]].concat())?;
     let rows = ended.objects()?;
     for field in ["coverage", "blocks", "block_bytes", "heap", "copied_bytes"] {
         ensure!(rows[0][field] == whole[0][field], "{rows:?}, {whole:?}");
     }
-    // Example: memleak: of 53.0 MB of process 4242, 1.2 MB were copied while it stood still
+    // Example: heapscan: of 53.0 MB of process 4242, 1.2 MB were copied while it stood still
     let (all, due) = ended
         .stderr
         .lines()
         .find_map(|line| {
             let (all, rest) = line
-                .strip_prefix("memleak: of ")?
+                .strip_prefix("heapscan: of ")?
                 .split_once(&format!(" of process {pid}, "))?;
             let due = rest.strip_suffix(" were copied while it stood still")?;
             Some((bytes(all)?, bytes(due)?))
@@ -314,9 +317,9 @@ fn bytes(text: &str) -> Option<f64> {
 fn blocks_that_come_and_go_are_not_lost_in_a_copy_made_before() -> Result<()> {
     let workload = Workload::start("heap", &["3", "5003", "busy"])?;
     for _ in 0..7 {
-        let args = ["-jp", &workload.pid(), "--verdict", "--pre-copy"];
+        let args = ["-jp", &workload.pid(), "--leaks", "--pre-copy"];
         let args = [&args[..], &["--max-pause", "60000"]].concat();
-        let rows = harness::run("memleak", &args)?.objects()?;
+        let rows = harness::run("heapscan", &args)?.objects()?;
         ensure!(rows[0]["unreachable"]["blocks"] == 0, "{rows:?}");
         ensure!(number(&rows[0]["reachable"]["blocks"])? > 1000, "{rows:?}");
     }
@@ -329,7 +332,12 @@ fn a_kernel_without_marks_copies_nothing_before() -> Result<()> {
     let remedy = format!(
         "(CONFIG_MEM_SOFT_DIRTY), so that nothing can be copied before process {pid} stands still: leave out --pre-copy"
     );
-    harness::expect_refusal("memleak", &["-p", &pid, "--heap", "--pre-copy"], 1, &remedy)?;
+    harness::expect_refusal(
+        "heapscan",
+        &["-p", &pid, "--layout", "--pre-copy"],
+        1,
+        &remedy,
+    )?;
     workload.work().map(drop)
 }
 
@@ -341,6 +349,11 @@ fn a_process_that_follows_its_own_writes_keeps_its_marks() -> Result<()> {
     let pid = workload.pid();
     let remedy =
         "open (file descriptor 7): it follows what it writes by the marks that --pre-copy clears";
-    harness::expect_refusal("memleak", &["-p", &pid, "--heap", "--pre-copy"], 1, remedy)?;
+    harness::expect_refusal(
+        "heapscan",
+        &["-p", &pid, "--layout", "--pre-copy"],
+        1,
+        remedy,
+    )?;
     workload.work().map(drop)
 }

@@ -1,4 +1,4 @@
-//! memleak --types: the types of a process's objects, against the process's own counts, with nothing traced.
+//! heapscan --types: the types of a process's objects, against the process's own counts, with nothing traced.
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -11,7 +11,7 @@ const COUNT: u64 = 211;
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "memleak::types":
+    harness::tests! { "heapscan::types":
         objects_of_a_stripped_program_are_counted_by_class,
         objects_of_python_are_counted_by_type [Pythons],
         the_largest_types_are_in_a_table,
@@ -20,7 +20,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 /// Returns the objects that --types prints of a process.
 fn types(pid: &str) -> Result<Vec<Value>> {
-    harness::run("memleak", &["--types", "-jp", pid, "-T", "100000"])?.objects()
+    harness::run("heapscan", &["--types", "-jp", pid, "-T", "100000"])?.objects()
 }
 
 /// Returns the number of blocks of a kind whose name begins with `name`.
@@ -114,7 +114,7 @@ fn the_largest_types_are_in_a_table() -> Result<()> {
     let truth = truth.to_str().context("a path")?;
     let mut workload = Workload::start("types-stripped", &[&COUNT.to_string(), truth])?;
     workload.work()?;
-    let ended = harness::run("memleak", &["--types", "-p", &workload.pid(), "-T", "5"])?;
+    let ended = harness::run("heapscan", &["--types", "-p", &workload.pid(), "-T", "5"])?;
     workload.finish()?;
     ensure!(ended.status.success(), "{ended:?}");
     let lines: Vec<_> = ended.stdout.lines().collect();

@@ -1,4 +1,4 @@
-//! memleak --idle: memory that nobody uses, found by page tables, against what a program uses.
+//! heapscan --idle: memory that nobody uses, found by page tables, against what a program uses.
 
 use std::fs;
 use std::thread;
@@ -14,7 +14,7 @@ use crate::pressure::{self, Group};
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "memleak::idle":
+    harness::tests! { "heapscan::idle":
         what_nobody_uses_is_told_by_block,
         what_nobody_uses_is_told_beside_a_trace,
         huge_pages_are_used_as_a_whole,
@@ -34,12 +34,14 @@ fn start(pages: &str) -> Result<Workload> {
     Workload::start("idle", &[&cold, &warm, &hot, pages])
 }
 
-/// Starts memleak on the workload, to watch it for `seconds` seconds. The watch has begun when the function returns.
+/// Starts heapscan on the workload, to watch it for `seconds` seconds. The watch has begun when the function returns.
 fn watch(workload: &Workload, seconds: &str, options: &[&str]) -> Result<Tool> {
     let pid = workload.pid();
-    let args = ["-p", &pid, "--verdict", "--idle", seconds, "-T", "1000"];
+    let args = [
+        "-p", &pid, "--leaks", "--roots", "--idle", seconds, "-T", "1000",
+    ];
     let args = [&args[..], &["--max-pause", "60000"], options].concat();
-    let mut tool = Tool::start("memleak", &args)?;
+    let mut tool = Tool::start("heapscan", &args)?;
     tool.wait_for_stderr("which memory process")?;
     Ok(tool)
 }
@@ -111,15 +113,23 @@ fn what_nobody_uses_is_told_by_block() -> Result<()> {
 /// The watch covers the end of a trace: blocks that were used only before it are idle. After a verdict in
 /// between, the watch begins anew.
 fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
-    let traced = |workload: &Workload, verdict: &str, idle: &str| -> Result<Tool> {
-        let args = ["-jp", &workload.pid(), verdict, "--idle", idle];
+    let traced = |workload: &Workload, interval: &str, idle: &str| -> Result<Tool> {
+        let args = [
+            "-jp",
+            &workload.pid(),
+            "--verdict",
+            interval,
+            "1",
+            "--idle",
+            idle,
+        ];
         let args = [&args[..], &["-T", "1000", "--max-pause", "60000"]].concat();
         let mut tool = Tool::start("memleak", &args)?;
         tool.wait_for_stderr("which memory process")?;
         Ok(tool)
     };
     let mut workload = start("small")?;
-    let tool = traced(&workload, "--verdict=7", "1")?;
+    let tool = traced(&workload, "7", "1")?;
     workload.work()?;
     let all = rows(&tool.wait()?)?;
     ensure!(
@@ -132,7 +142,7 @@ fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
     ensure!(watched >= Some(1000), "{idle:?}");
 
     let mut workload = start("small")?;
-    let mut tool = traced(&workload, "--verdict=1000", "1000")?;
+    let mut tool = traced(&workload, "1000", "1000")?;
     workload.work()?;
     tool.signal(Signal::SIGUSR1)?;
     tool.wait_for_output("\"verdict\"")?;
@@ -155,7 +165,7 @@ fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
     Ok(())
 }
 
-/// The copy for the first image marks huge pages as used, by memleak. Where other programs clear these marks, as
+/// The copy for the first image marks huge pages as used, by heapscan. Where other programs clear these marks, as
 /// DAMON does on some hosts, all huge pages count as used.
 fn huge_pages_are_used_as_a_whole() -> Result<()> {
     let mut workload = start("huge")?;
@@ -215,7 +225,7 @@ fn what_ends_meanwhile_has_no_verdict() -> Result<()> {
     Ok(())
 }
 
-/// Reclaim clears the accessed bits of the pages that it scans, so memleak knows less.
+/// Reclaim clears the accessed bits of the pages that it scans, so heapscan knows less.
 fn reclaim_is_told() -> Result<()> {
     let workload = start("small")?;
     let folder = pressure::folder_on_disk()?;

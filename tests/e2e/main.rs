@@ -20,6 +20,8 @@ mod heap;
 mod heap_hostile;
 mod heap_jemalloc;
 mod heap_pause;
+mod heapscan;
+mod heapscan_types;
 mod hfaults;
 mod hostile;
 mod idle;
@@ -33,7 +35,6 @@ mod memleak;
 mod memleak_containers;
 mod memleak_kernel;
 mod memleak_processes;
-mod heapscan_types;
 mod memleak_views;
 mod memory;
 mod memtriage;
@@ -69,6 +70,7 @@ fn all() -> impl Iterator<Item = Trial> {
         heap_hostile::tests(),
         heap_jemalloc::tests(),
         heap_pause::tests(),
+        heapscan::tests(),
         hfaults::tests(),
         idle::tests(),
         containers::tests(),

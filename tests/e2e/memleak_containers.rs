@@ -173,7 +173,7 @@ fn calls_and_frees_have_theirs() -> Result<()> {
     Ok(())
 }
 
-/// --heap, --types and --verdict name the container of a process without tracing it.
+/// The sections of heapscan name the container of the process.
 fn a_heap_and_a_verdict_have_theirs() -> Result<()> {
     let mut layout = Layout::new()?;
     let mut workload = leaking()?;
@@ -181,19 +181,19 @@ fn a_heap_and_a_verdict_have_theirs() -> Result<()> {
     let cgroup = layout.put(&pid, &scope())?;
     workload.work()?;
     for (option, kind, head) in [
-        ("--heap", "heap", "heap of alloc"),
+        ("--layout", "heap", "heap of alloc"),
         ("--types", "types", "types of blocks in alloc"),
-        ("--verdict", "verdict", "verdict on alloc"),
+        ("--leaks", "verdict", "verdict on alloc"),
     ] {
         let args = [option, "--max-pause", "60000", "-p", &pid];
-        let ended = harness::run("memleak", &[&args[..], &["-j"]].concat())?;
+        let ended = harness::run("heapscan", &[&args[..], &["-j"]].concat())?;
         let rows = ended.objects()?;
         let row = rows.iter().find(|row| row["type"] == kind);
         ensure!(
             row.is_some_and(|row| is_in(row, &cgroup) && row["container_id"] == ID),
             "{option}: {ended:?}"
         );
-        let ended = harness::run("memleak", &[&args[..], &["--container"]].concat())?;
+        let ended = harness::run("heapscan", &[&args[..], &["--container"]].concat())?;
         let head = format!("{head} (pid {pid}) in 4c01db0b339c, which stood still for ");
         ensure!(ended.stdout.starts_with(&head), "{option}: {ended:?}");
     }

@@ -81,8 +81,8 @@ fn a_process_without_its_main_thread() -> Result<()> {
     let shown = format!(r#""pid":{pid},"comm":"leaderless""#);
     ensure!(all.stdout.contains(&shown), "{pid} is not shown: {all:?}");
     let heap = harness::run(
-        "memleak",
-        &["--heap", "-j", "--max-pause", "5000", "-p", &pid],
+        "heapscan",
+        &["--layout", "-j", "--max-pause", "5000", "-p", &pid],
     )?;
     // glibc's walk knows no tcache of a thread that has ended, but the process is read.
     ensure!(!heap.stderr.contains("has exited"), "{heap:?}");

@@ -1,4 +1,4 @@
-//! memleak --verdict: lost memory, as memleak finds it in copies of a process, against what a program has lost
+//! heapscan --leaks and --roots: lost memory, as heapscan finds it in copies of a process, against what a program has lost
 //! and kept.
 
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::harness::{self, Python, Tool, Workload};
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "memleak::verdict":
+    harness::tests! { "heapscan::verdict":
         blocks_are_lost_or_held_as_the_program_made_them,
         a_leak_fails_a_test_that_wants_none,
         what_is_not_known_as_a_whole_is_not_judged [Once],
@@ -32,14 +32,15 @@ fn judge(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
     let options = [
         "-jp",
         pid,
-        "--verdict",
+        "--leaks",
+        "--roots",
         "-T",
         "1000",
         "--max-pause",
         "60000",
     ];
     let args = [&options, args].concat();
-    harness::run("memleak", &args)?.objects()
+    harness::run("heapscan", &args)?.objects()
 }
 
 /// Whether a row is about blocks for which `bytes` bytes were requested. For some requests, glibc's blocks have 8
@@ -152,16 +153,23 @@ fn expect_what_holds_the_cache(rows: &[Value]) -> Result<()> {
 
 fn a_leak_fails_a_test_that_wants_none() -> Result<()> {
     let workload = Workload::start("verdict", &[])?;
-    let args = ["-p", &workload.pid(), "--verdict", "--max-pause", "60000"];
+    let args = [
+        "-p",
+        &workload.pid(),
+        "--leaks",
+        "--roots",
+        "--max-pause",
+        "60000",
+    ];
     let ended = harness::run(
-        "memleak",
+        "heapscan",
         &[&args[..], &["--fail-on", "unreachable"]].concat(),
     )?;
     ensure!(ended.status.code() == Some(3), "{ended:?}");
     let lost = "11,000 bytes in 11 blocks unreachable: unnamed, 1000 bytes each, such as 0x";
     ensure!(ended.stdout.contains(lost), "{ended:?}");
     ensure!(ended.stdout.contains("39 blocks"), "{ended:?}");
-    let ended = harness::run("memleak", &args)?;
+    let ended = harness::run("heapscan", &args)?;
     ensure!(ended.status.code() == Some(0), "{ended:?}");
     ensure!(workload.finish()?.success(), "it did not live on");
     Ok(())
@@ -169,8 +177,15 @@ fn a_leak_fails_a_test_that_wants_none() -> Result<()> {
 
 fn what_is_not_known_as_a_whole_is_not_judged() -> Result<()> {
     let refused = |mut workload: Workload, why: &str| {
-        let args = ["-p", &workload.pid(), "--verdict", "--max-pause", "60000"];
-        let ended = harness::run("memleak", &args)?;
+        let args = [
+            "-p",
+            &workload.pid(),
+            "--leaks",
+            "--roots",
+            "--max-pause",
+            "60000",
+        ];
+        let ended = harness::run("heapscan", &args)?;
         ensure!(
             ended.status.code() == Some(1) && ended.stderr.contains(why),
             "{ended:?}"
@@ -209,7 +224,7 @@ fn pages_that_are_absent_hold_blocks() -> Result<()> {
         );
     }
     let mut workload = Workload::start("elsewhere", &["disk", "1009", path])?;
-    let ended = harness::run("memleak", &["-p", &workload.pid(), "--verdict"])?;
+    let ended = harness::run("heapscan", &["-p", &workload.pid(), "--leaks"])?;
     let facts = workload.work()?;
     // A file system in memory has no pages on disk.
     let is_unknown = ended.status.code() == Some(1)
@@ -234,9 +249,9 @@ fn objects_of_python_are_judged_by_their_counts() -> Result<()> {
 fn expect_objects_by_counts(python: &Python) -> Result<()> {
     let folder = harness::scratch()?;
     let workload = Workload::spawn(&mut python.command("verdict.py", folder.path())?)?;
-    let options = ["-jp", &workload.pid(), "--verdict", "-T", "100000"];
+    let options = ["-jp", &workload.pid(), "--leaks", "--roots", "-T", "100000"];
     let rows = harness::run(
-        "memleak",
+        "heapscan",
         &[&options[..], &["--max-pause", "60000"]].concat(),
     )?;
     let rows = rows.objects()?;
@@ -260,15 +275,22 @@ fn expect_objects_by_counts(python: &Python) -> Result<()> {
     Ok(())
 }
 
-/// The heap is a list of ten million blocks, each of which is the only holder of the next one. memleak has memory
+/// The heap is a list of ten million blocks, each of which is the only holder of the next one. heapscan has memory
 /// for one copy, although it takes two, and for at most 96 bytes per block: 77 were measured.
 fn ten_million_blocks_are_judged_in_bounded_memory() -> Result<()> {
     const BLOCKS: u64 = 10_000_019;
     const LOST: u64 = 1009;
     let counts = [BLOCKS, LOST].map(|count| count.to_string());
     let mut workload = Workload::start("many", &[&counts[0], &counts[1]])?;
-    let args = ["-jp", &workload.pid(), "--verdict", "--max-pause", "60000"];
-    let mut tool = Tool::start("memleak", &args)?;
+    let args = [
+        "-jp",
+        &workload.pid(),
+        "--leaks",
+        "--roots",
+        "--max-pause",
+        "60000",
+    ];
+    let mut tool = Tool::start("heapscan", &args)?;
     let mut peak = 0;
     while !tool.has_ended()? {
         peak = peak.max(tool.peak_kib().unwrap_or(0) << 10);

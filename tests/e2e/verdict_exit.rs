@@ -27,7 +27,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 fn at_exit(workload: &str, args: &[&str]) -> Result<ToolOutput> {
     let path = harness::workload("forget");
     let command = format!("{} {workload}", path.display());
-    let options = ["-jT", "1000", "--verdict=exit", "-c", &command];
+    let options = ["-jT", "1000", "--verdict", "-c", &command];
     harness::run("memleak", &[&options[..], args].concat())
 }
 
@@ -95,14 +95,7 @@ fn a_command_ends_as_it_would_alone() -> Result<()> {
 }
 
 fn a_shell_gets_its_signals() -> Result<()> {
-    let args = [
-        "-T",
-        "1",
-        "--verdict=exit",
-        "--fail-on",
-        "unreachable",
-        "-c",
-    ];
+    let args = ["-T", "1", "--verdict", "--fail-on", "unreachable", "-c"];
     let ended = harness::run("memleak", &[&args[..], &["true"]].concat())?;
     ensure!(ended.status.code() == Some(0), "{ended:?}");
     ensure!(ended.stdout.contains("verdict on true (pid "), "{ended:?}");
@@ -124,7 +117,7 @@ fn a_shell_gets_its_signals() -> Result<()> {
         ),
     ] {
         let command = format!("sh -c '{script}'");
-        let ended = harness::run("memleak", &["--verdict=exit", "-c", &command])?;
+        let ended = harness::run("memleak", &["--verdict", "-c", &command])?;
         ensure!(ended.status.code() == Some(status), "{script}: {ended:?}");
         ensure!(ended.stdout.contains(says), "{script}: {ended:?}");
         ensure!(
@@ -166,7 +159,7 @@ fn a_command_outlives_memleak() -> Result<()> {
     let command = path.display().to_string();
     let mut memleak = Command::new(harness::tool("memleak"));
     memleak
-        .args(["--verdict=exit", "-c", &command])
+        .args(["--verdict", "-c", &command])
         .stdin(Stdio::piped());
     let mut tool = Tool::spawn(&mut memleak)?;
     tool.wait_for_output("ready ")?;

@@ -68,7 +68,7 @@ pub(crate) fn expect_what_was_made(rows: &[Value]) -> Result<()> {
 /// Traces a workload's work by memleak, and asks for a verdict. Returns the rows of the last verdict.
 fn judged(args: &[&str]) -> Result<Vec<Value>> {
     let mut workload = Workload::start("forget", &[])?;
-    let options = ["-jp", &workload.pid(), "--verdict=1000", "-T", "1000"];
+    let options = ["-jp", &workload.pid(), "--verdict", "1000", "-T", "1000"];
     let options = [&options[..], &["--max-pause", "60000"], args].concat();
     let mut tool = Tool::start("memleak", &options)?;
     tool.wait_for_stderr("allocator: glibc")?;
@@ -130,7 +130,7 @@ fn what_was_there_before_has_no_stack() -> Result<()> {
 
 fn a_process_that_exits_first_has_no_verdict() -> Result<()> {
     let workload = Workload::start("forget", &[])?;
-    let mut tool = Tool::start("memleak", &["-p", &workload.pid(), "--verdict=1000"])?;
+    let mut tool = Tool::start("memleak", &["-p", &workload.pid(), "--verdict", "1000"])?;
     tool.wait_for_stderr("allocator: glibc")?;
     workload.finish()?;
     let ended = tool.wait()?;

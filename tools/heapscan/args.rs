@@ -1,110 +1,227 @@
-//! Options of modes that examine a copy of a process, with nothing traced.
+//! The command line, and the plan that it stands for.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::ArgGroup;
-use memtools::heap::capture::Request;
-use memtools::heap::idle::Watch;
-use memtools::host::capabilities::Capability;
-use memtools::parse::{self, UsageError};
-use memtools::process::proc::Process;
+use clap::{Parser, ValueEnum};
+use clap_complete::engine::ArgValueCompleter;
+use memtools::parse;
+use memtools::print::output::Format;
+use memtools::process::complete;
+use memtools::process::container::ContainerArgs;
+use memtools::process::proc;
+use memtools::verdict::{self, CopyArgs};
 
-/// Options that trace nothing.
-#[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Without tracing: the heap of a process as it is")]
-#[command(group = ArgGroup::new("copies").args(["heap", "types", "verdict", "growth"]).multiple(true))]
-pub(crate) struct HeapArgs {
-    /// Show where the memory of the process of -p is: blocks in use, free in arenas, and the rest; -a lists blocks
-    #[arg(long, requires = "pid", conflicts_with_all = TRACING, conflicts_with_all = ALLOCATORS)]
-    pub(crate) heap: bool,
+/// Number of rows of each table, by default.
+const ON_SCREEN: usize = 6;
+const IN_SECTION: usize = 20;
 
-    /// Show which types of objects the blocks of the process of -p are, those with most bytes first: C++ classes, Python
-    /// objects, strings, containers; -T shows more
-    #[arg(long, requires = "pid", conflicts_with_all = TRACING, conflicts_with_all = ALLOCATORS)]
+/// Headings of --help.
+const TARGET: &str = "Target";
+const REPORT: &str = "Report (default: one screen)";
+const QUESTIONS: &str = "Questions";
+const CHECK: &str = "Leak check";
+const OUTPUT: &str = "Output";
+
+/// Examine the heap of a running process, without tracing it.
+#[derive(Debug, Parser)]
+#[command(
+    name = "heapscan",
+    version,
+    max_term_width = 100,
+    after_help = "\
+examples:
+  heapscan -p 1234                    one screen
+  heapscan -p 1234 --growth 60        leak, unbounded cache or warm-up?
+  heapscan -p 1234 --why Session      what references Session objects?
+  heapscan -p 1234 --leaks --roots    both sections, from one pair of copies
+  heapscan -p 1234 --layout --blocks  arenas, and each block
+  heapscan -p 1234 --idle 60          reachable memory that is not accessed
+  heapscan -p 1234 --fail-on unreachable
+                                      in a test, before the server is stopped
+  memleak -p 1234 --verdict 60 1      next step: the stacks that leak"
+)]
+pub(crate) struct Args {
+    /// Process to examine
+    #[arg(help_heading = TARGET, short, long, value_name = "PID", value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids))]
+    pub(crate) pid: u32,
+
+    /// Show where the memory is: arenas, size classes, free memory, other mappings
+    #[arg(help_heading = REPORT, long)]
+    layout: bool,
+
+    /// Show unreachable blocks by type
+    #[arg(help_heading = REPORT, long)]
+    leaks: bool,
+
+    /// Show reachable blocks by type, with the reference path from a root
+    #[arg(help_heading = REPORT, long)]
+    roots: bool,
+
+    /// Show blocks by type: C++ classes, Python objects, strings, containers
+    #[arg(help_heading = REPORT, long)]
+    types: bool,
+
+    /// List each block: address and size
+    #[arg(help_heading = REPORT, long)]
+    blocks: bool,
+
+    /// Number of rows of each table [default: 6 on the screen, 20 in a section]
+    #[arg(help_heading = REPORT, short = 'T', long, value_name = "N", value_parser = parse::count::<usize>)]
+    top: Option<usize>,
+
+    /// Show the reference paths to a block, by its address (0x...), or to blocks of a type or size
+    #[arg(help_heading = QUESTIONS, long, value_name = "ADDRESS|TYPE|BYTES")]
+    pub(crate) why: Vec<String>,
+
+    /// Compare several copies within SECONDS: show which types of blocks grow, and how fast
+    #[arg(help_heading = QUESTIONS, long, value_name = "SECONDS", value_parser = parse::seconds, conflicts_with_all = ["layout", "leaks", "roots", "types", "blocks", "why", "idle", "fail_on"])]
+    growth: Option<Duration>,
+
+    /// Show which reachable blocks are not accessed within SECONDS
+    #[arg(help_heading = QUESTIONS, long, value_name = "SECONDS", value_parser = parse::seconds)]
+    pub(crate) idle: Option<Duration>,
+
+    /// Exit with status 3 if blocks are unreachable
+    #[arg(help_heading = CHECK, long, value_name = "CONDITION", value_enum)]
+    pub(crate) fail_on: Option<FailOn>,
+
+    #[command(flatten, next_help_heading = CHECK)]
+    pub(crate) copies: CopyArgs,
+
+    #[command(flatten, next_help_heading = OUTPUT)]
+    pub(crate) containers: ContainerArgs,
+
+    /// Print JSON, one object per line
+    #[arg(help_heading = OUTPUT, short, long)]
+    pub(crate) json: bool,
+
+    /// Write output to FILE instead of stdout
+    #[arg(help_heading = OUTPUT, short, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+}
+
+/// Condition on which a test in CI fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FailOn {
+    /// A block that nothing refers to
+    Unreachable,
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Plan {
+    /// One screen, from one pair of copies.
+    Screen { top: usize },
+    /// Sections in full. Without a verdict, they are from one copy.
+    Sections {
+        sections: Sections,
+        is_judged: bool,
+        top: usize,
+    },
+    /// Several copies within a period.
+    Growth { period: Duration, top: usize },
+}
+
+/// Sections to print.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sections {
+    pub(crate) layout: bool,
+    pub(crate) blocks: bool,
     pub(crate) types: bool,
-
-    /// Milliseconds for which the process may be stopped while its memory is copied; a copy that takes longer is given up
-    #[arg(long, value_name = "MS", default_value = "250", value_parser = milliseconds)]
-    pub(crate) max_pause: Duration,
-
-    /// Copy most of the process's memory while it runs, and only what it has written since then while it stands still; the
-    /// first write to each page takes a page fault for that
-    #[arg(long, conflicts_with = "idle", requires = "copies")]
-    pub(crate) pre_copy: bool,
+    pub(crate) verdict: verdict::Sections,
 }
 
-/// Options that name what is to be probed.
-pub(crate) const ALLOCATORS: [&str; 4] = ["obj", "symbols_prefix", "alloc", "free"];
-
-/// Options of tracing, which are refused beside these modes.
-pub(crate) const TRACING: [&str; 30] = [
-    "interval",
-    "count",
-    "children",
-    "name",
-    "cgroup",
-    "min_size",
-    "max_size",
-    "sample_rate",
-    "sample_bytes",
-    "max_overhead",
-    "python_objects",
-    "mode",
-    "churn",
-    "peak",
-    "older",
-    "extended",
-    "combined_only",
-    "trace",
-    "folded",
-    "perfetto",
-    "kernel",
-    "slab",
-    "pages",
-    "percpu",
-    "by_cache",
-    "cache",
-    "flame",
-    "pprof",
-    "diff",
-    "serve",
-];
-
-fn milliseconds(text: &str) -> Result<Duration, String> {
-    let number = parse::count::<u64>(text)?;
-    Ok(Duration::from_millis(number))
-}
-
-impl HeapArgs {
-    /// Makes the request for images of a process.
-    pub(crate) fn request<'a>(&self, process: &'a Process, idle: Option<&'a Watch>) -> Request<'a> {
-        Request {
-            process,
-            max_pause: self.max_pause,
-            pre_copy: self.pre_copy,
-            idle,
+impl Args {
+    /// Resolves the options.
+    pub(crate) fn plan(&self) -> Plan {
+        let within = |default| self.top.unwrap_or(default);
+        if let Some(period) = self.growth {
+            let top = within(IN_SECTION);
+            return Plan::Growth { period, top };
+        }
+        let is_section = [self.layout, self.leaks, self.roots, self.types, self.blocks];
+        if !is_section.contains(&true) {
+            return Plan::Screen {
+                top: within(ON_SCREEN),
+            };
+        }
+        let sections = Sections {
+            layout: self.layout,
+            blocks: self.blocks,
+            types: self.types,
+            verdict: verdict::Sections {
+                leaks: self.leaks,
+                roots: self.roots || self.idle.is_some(),
+            },
+        };
+        let is_judged =
+            self.leaks || sections.verdict.roots || !self.why.is_empty() || self.fail_on.is_some();
+        Plan::Sections {
+            sections,
+            is_judged,
+            top: within(IN_SECTION),
         }
     }
 
-    /// Returns the capabilities that these options take besides those of tracing.
-    pub(crate) fn capabilities(&self) -> &'static [Capability] {
-        // Without this capability, the kernel does not show where pages are in memory.
-        const PRE_COPY: [Capability; 1] = [Capability::CAP_SYS_ADMIN];
-        if self.pre_copy { &PRE_COPY } else { &[] }
+    /// Returns the format in which rows are printed.
+    pub(crate) fn format(&self) -> Format {
+        if self.json {
+            Format::Json
+        } else {
+            Format::Text
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memtools::run::cli;
+
+    use super::*;
+
+    fn plan(line: &str) -> Plan {
+        let words = ["heapscan", "-p", "1"].into_iter();
+        Args::try_parse_from(words.chain(line.split_whitespace()))
+            .expect("valid")
+            .plan()
     }
 
-    /// Whether --heap or --types is given.
-    ///
-    /// # Errors
-    /// If one of these options is given, and not exactly one process was named.
-    pub(crate) fn wanted(&self, pids: &[u32]) -> Result<bool, UsageError> {
-        let wanted = self.heap || self.types;
-        if wanted && pids.len() != 1 {
-            let option = if self.heap { "--heap" } else { "--types" };
-            return Err(UsageError(format!(
-                "{option} is of one process: name it with -p PID"
-            )));
-        }
-        Ok(wanted)
+    #[test]
+    fn options_are_a_plan() {
+        assert_eq!(plan(""), Plan::Screen { top: 6 });
+        assert_eq!(plan("--why 24 -T 9"), Plan::Screen { top: 9 });
+        let period = Duration::from_secs(60);
+        assert_eq!(plan("--growth 60"), Plan::Growth { period, top: 20 });
+        let judged = |line| match plan(line) {
+            Plan::Sections {
+                sections,
+                is_judged,
+                ..
+            } => (is_judged, sections.verdict.roots),
+            other => panic!("{line}: {other:?}"),
+        };
+        assert_eq!(judged("--layout --types --blocks"), (false, false));
+        assert_eq!(judged("--leaks"), (true, false));
+        assert_eq!(judged("--layout --idle 9"), (true, true));
+        assert_eq!(judged("--types --why 24"), (true, false));
+        assert_eq!(judged("--types --fail-on unreachable"), (true, false));
+    }
+
+    #[test]
+    fn wrong_usage_is_refused() {
+        cli::assert_refuses::<Args>(&[
+            "",
+            "-p 0",
+            "-p 1,2",
+            "-p 1 5",
+            "-p 1 --growth 0",
+            "-p 1 --growth 60 --leaks",
+            "-p 1 --growth 60 --why 24",
+            "-p 1 --idle 60 --pre-copy",
+            "-p 1 --max-pause 0",
+            "-p 1 --fail-on growth>1M",
+            "-p 1 -k",
+        ]);
     }
 }

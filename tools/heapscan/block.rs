@@ -1,4 +1,4 @@
-//! Row that `--heap -a` prints for each block.
+//! Row that `--blocks` prints for each block.
 
 use std::io::{self, Write};
 
@@ -8,14 +8,14 @@ use serde::Serialize;
 
 /// A block that the program has.
 #[derive(Debug, Serialize)]
-pub(super) struct BlockRow {
+pub(crate) struct BlockRow {
     r#type: &'static str,
     address: String,
     size_bytes: u64,
 }
 
 impl BlockRow {
-    pub(super) fn of(block: &Block) -> Self {
+    pub(crate) fn of(block: &Block) -> Self {
         Self {
             r#type: "block",
             address: format!("{:#x}", block.address),

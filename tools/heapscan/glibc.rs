@@ -1,34 +1,34 @@
-//! Rows that `--heap` prints of glibc's arenas, and of the sizes of their chunks.
+//! Rows that `--layout` prints of glibc's arenas, and of the sizes of their chunks.
 
 use memtools::heap::glibc::usage::{HeapUsage, SizeClass};
 use memtools::heap::glibc::{State, Walk};
 use serde::Serialize;
 
-use super::report::ChunkSum;
+use crate::layout::ChunkSum;
 
 /// Memory of an arena, by use.
 #[derive(Debug, Serialize)]
-pub(super) struct ArenaRow {
-    pub(super) address: String,
-    pub(super) main: bool,
-    pub(super) bytes: u64,
-    pub(super) resident_bytes: u64,
-    pub(super) in_use: ChunkSum,
-    pub(super) free: ChunkSum,
-    pub(super) top: ChunkSum,
+pub(crate) struct ArenaRow {
+    pub(crate) address: String,
+    pub(crate) main: bool,
+    pub(crate) bytes: u64,
+    pub(crate) resident_bytes: u64,
+    pub(crate) in_use: ChunkSum,
+    pub(crate) free: ChunkSum,
+    pub(crate) top: ChunkSum,
 }
 
 /// Chunks of one size.
 #[derive(Debug, Serialize)]
-pub(super) struct ClassRow {
-    pub(super) chunk_bytes: u64,
-    pub(super) is_limit: bool,
-    pub(super) in_use: ChunkSum,
-    pub(super) free: ChunkSum,
+pub(crate) struct ClassRow {
+    pub(crate) chunk_bytes: u64,
+    pub(crate) is_limit: bool,
+    pub(crate) in_use: ChunkSum,
+    pub(crate) free: ChunkSum,
 }
 
 /// Returns the rows of the arenas, those with most resident memory first.
-pub(super) fn arenas(walk: &Walk, usage: &HeapUsage) -> Vec<ArenaRow> {
+pub(crate) fn arenas(walk: &Walk, usage: &HeapUsage) -> Vec<ArenaRow> {
     let arenas = walk.arenas.iter().zip(&usage.arenas);
     let mut rows: Vec<_> = arenas
         .map(|(arena, usage)| ArenaRow {
@@ -46,7 +46,7 @@ pub(super) fn arenas(walk: &Walk, usage: &HeapUsage) -> Vec<ArenaRow> {
 }
 
 /// Returns the rows of the chunk sizes, those with most bytes first.
-pub(super) fn classes(usage: &HeapUsage) -> Vec<ClassRow> {
+pub(crate) fn classes(usage: &HeapUsage) -> Vec<ClassRow> {
     let row = |(&chunk_bytes, class): (&u64, &SizeClass)| ClassRow {
         chunk_bytes,
         is_limit: chunk_bytes > 1024,

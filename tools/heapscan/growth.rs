@@ -5,14 +5,12 @@
 //! shows which new blocks nothing refers to. These are looked for again a moment later, in one more image: a reference
 //! that is in transit from one place to another is missing in a single image, too.
 
-pub(crate) mod args;
 mod children;
 mod report;
 mod schedule;
 mod snapshot;
 
 use std::collections::{HashMap, HashSet};
-use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,14 +19,12 @@ use memtools::heap::capture::Request;
 use memtools::heap::growth::follow::Follower;
 use memtools::heap::growth::judge::{self, Judgement, Point};
 use memtools::heap::runtimes::Runtime;
-use memtools::process::container::CgroupInfo;
+use memtools::print::output::Output;
+use memtools::process::container::{CgroupInfo, ProcessName};
 use memtools::process::proc::{self, Process};
 use memtools::run::poll::Poller;
-use memtools::run::privileges;
+use memtools::verdict;
 
-use crate::args::Args;
-use crate::rows::ProcessName;
-use crate::verdict;
 use children::Children;
 use report::{GrowthRow, TypeRow};
 use schedule::Schedule;
@@ -41,19 +37,20 @@ const MIN_POINTS: usize = 3;
 ///
 /// # Errors
 /// If no images of the process can be taken, or too few.
-pub(crate) fn run(args: &Args, period: Duration) -> Result<ExitCode> {
-    let process = Process::open(args.pid[0])?;
-    let (mut poller, mut output) = args.start()?;
-    privileges::keep_tracing_and(args.heap.capabilities())?;
-    poller.watch_exit(&process);
-    let request = args.heap.request(&process, None);
-    let mut study = Study::begin(&request, args)?;
-    study.conduct(period, args.top, &mut poller)?;
-    let (growth, types) = study.rows(args.top)?;
+pub(crate) fn run<'a>(
+    request: &Request<'a>,
+    container: bool,
+    period: Duration,
+    top: usize,
+    poller: &mut Poller<'a>,
+    output: &mut Output,
+) -> Result<()> {
+    poller.watch_exit(request.process);
+    let mut study = Study::begin(request, container)?;
+    study.conduct(period, top, poller)?;
+    let (growth, types) = study.rows(top)?;
     output.row(&growth)?;
-    types.iter().try_for_each(|row| output.row(row))?;
-    output.finish()?;
-    Ok(ExitCode::SUCCESS)
+    types.iter().try_for_each(|row| output.row(row))
 }
 
 /// Reason why a wait has ended.
@@ -103,13 +100,13 @@ struct LastReferences {
 
 impl<'a> Study<'a> {
     /// Takes the first image.
-    fn begin(request: &'a Request<'a>, args: &Args) -> Result<Self> {
+    fn begin(request: &'a Request<'a>, container: bool) -> Result<Self> {
         let process = request.process;
         let cgroup_info = CgroupInfo::of_process(process.pid());
         let (begin, program) = (Instant::now(), program(process));
         let Some(look) = HeapSnapshot::take(request)? else {
             bail!(
-                "the heap of process {} makes no sense in any of 3 images; --heap tells where",
+                "the heap of process {} makes no sense in any of 3 images; --layout shows where",
                 process.pid()
             );
         };
@@ -119,7 +116,7 @@ impl<'a> Study<'a> {
             begin,
             begin_ns: look.image.copied_ns,
             program,
-            name: ProcessName::of_image(&look.image, cgroup_info, args),
+            name: verdict::process_name(&look.image, cgroup_info, container),
             allocator: allocator.map_or(String::new(), |allocator| allocator.name.clone()),
             took: (Duration::ZERO, look.image.paused),
             pauses_us: Vec::new(),
@@ -140,7 +137,7 @@ impl<'a> Study<'a> {
         let schedule = Schedule::new(wanted, self.took.1, self.took.0);
         let (pid, period) = (self.request.process.pid(), schedule.period().as_secs_f64());
         let images = schedule.images();
-        eprint!("memleak: process {pid} is watched for {period:.1} s, by {images} images");
+        eprint!("heapscan: process {pid} is watched for {period:.1} s, by {images} images");
         if schedule.period() > wanted {
             eprint!(
                 "; each takes {:.1} s to look through",
@@ -206,7 +203,7 @@ impl<'a> Study<'a> {
     fn take_or_tell(&self) -> Result<Option<HeapSnapshot>> {
         match HeapSnapshot::take(self.request) {
             Err(error) if !self.request.process.exited() => {
-                eprintln!("memleak: an image is left out: {error:#}");
+                eprintln!("heapscan: an image is left out: {error:#}");
                 Ok(None)
             }
             taken => taken,

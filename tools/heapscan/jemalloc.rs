@@ -1,4 +1,4 @@
-//! Rows that `--heap` prints of jemalloc's heap.
+//! Rows that `--layout` prints of jemalloc's heap.
 
 use std::io::{self, Write};
 
@@ -6,11 +6,11 @@ use memtools::heap::jemalloc::usage::{HeapUsage, Usage};
 use memtools::print::text;
 use serde::Serialize;
 
-use super::report::{ChunkSum, is_fragmented, more, size_line};
+use crate::layout::{ChunkSum, is_fragmented, more, size_line};
 
 /// Memory of jemalloc, by use.
 #[derive(Debug, Serialize)]
-pub(super) struct Jemalloc {
+pub(crate) struct Jemalloc {
     /// Allocated bytes, as jemalloc's own statistics count: blocks in threads' caches are included.
     allocated_bytes: u64,
     active_bytes: u64,
@@ -67,7 +67,7 @@ struct ClassRow {
 
 impl Jemalloc {
     /// Makes the sums of heaps with `heap_resident` resident bytes, and their `top` largest arenas and sizes.
-    pub(super) fn of(usage: &HeapUsage, heap_resident: u64, top: usize) -> Self {
+    pub(crate) fn of(usage: &HeapUsage, heap_resident: u64, top: usize) -> Self {
         let arena = |(&(_, number), usage): (&(usize, u32), &Usage)| ArenaRow {
             number,
             address: format!("{:#x}", usage.address),
@@ -105,12 +105,17 @@ impl Jemalloc {
         }
     }
 
+    /// Returns the free bytes that are resident.
+    pub(crate) fn free_resident(&self) -> u64 {
+        self.free_resident
+    }
+
     /// Whether at least half of the heap's resident memory, and not little, is free.
-    pub(super) fn is_fragmented(&self) -> bool {
+    pub(crate) fn is_fragmented(&self) -> bool {
         self.is_fragmented
     }
 
-    pub(super) fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+    pub(crate) fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let parts = &self.parts;
         parts.in_use.text(out, "  in use")?;
         parts.caches.text(out, "  free in threads' caches")?;
@@ -128,7 +133,7 @@ impl Jemalloc {
         Ok(())
     }
 
-    pub(super) fn tables(&self, out: &mut dyn Write) -> io::Result<()> {
+    pub(crate) fn tables(&self, out: &mut dyn Write) -> io::Result<()> {
         let bytes = text::bytes;
         writeln!(
             out,

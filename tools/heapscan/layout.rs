@@ -1,4 +1,4 @@
-//! Row that `--heap` prints.
+//! Row of `--layout`: where the memory is.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -12,19 +12,19 @@ use memtools::heap::runtimes::Runtime;
 use memtools::heap::walk::Walked;
 use memtools::print::output::Row;
 use memtools::print::text;
+use memtools::process::container::ProcessName;
 use memtools::process::smaps::MappedMemory;
 use serde::Serialize;
 
-use super::glibc::{self, ArenaRow, ClassRow};
-use super::jemalloc::Jemalloc;
-use crate::rows::ProcessName;
+use crate::glibc::{self, ArenaRow, ClassRow};
+use crate::jemalloc::Jemalloc;
 
 /// Bytes of free memory below which a heap does not count as fragmented.
 const MIN_FREE_BYTES: u64 = 4 << 20;
 
 /// Memory of a process, by use.
 #[derive(Debug, Serialize)]
-pub(super) struct HeapRow {
+pub(crate) struct HeapRow {
     r#type: &'static str,
     #[serde(flatten)]
     process: ProcessName,
@@ -72,14 +72,14 @@ struct MappedSum {
 
 /// Chunks of one kind.
 #[derive(Debug, Serialize)]
-pub(super) struct ChunkSum {
-    pub(super) count: u64,
-    pub(super) bytes: u64,
+pub(crate) struct ChunkSum {
+    pub(crate) count: u64,
+    pub(crate) bytes: u64,
     resident_bytes: u64,
 }
 
 impl ChunkSum {
-    pub(super) fn text(&self, out: &mut dyn Write, what: &str) -> io::Result<()> {
+    pub(crate) fn text(&self, out: &mut dyn Write, what: &str) -> io::Result<()> {
         let (resident, bytes) = (text::bytes(self.resident_bytes), text::bytes(self.bytes));
         line(out, &resident, &bytes, &text::grouped(self.count), what)
     }
@@ -113,7 +113,7 @@ struct HeapSums {
 impl HeapRow {
     /// Adds up the walked heap, and the resident memory of each mapping, which the kernel counts. Lists the `top`
     /// largest parts.
-    pub(super) fn of(
+    pub(crate) fn of(
         walked: &Walked,
         mappings: &[MappedMemory],
         process: ProcessName,
@@ -240,8 +240,72 @@ impl HeapRow {
     }
 }
 
+/// Amounts of a process's resident memory, in bytes.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Resident {
+    pub(crate) all: u64,
+    /// Heap, and its free part.
+    pub(crate) heap: u64,
+    pub(crate) heap_free: u64,
+    /// Private memory of a runtime with a heap of its own.
+    pub(crate) runtime: u64,
+    pub(crate) other_private: u64,
+    pub(crate) stacks: u64,
+    pub(crate) shared: u64,
+    pub(crate) files: u64,
+}
+
+impl HeapRow {
+    /// Returns the amounts of resident memory.
+    pub(crate) fn resident(&self) -> Resident {
+        let parts = self.heap.iter().flat_map(HeapSums::free);
+        let free: u64 = parts.map(|part| part.resident_bytes).sum();
+        let of_jemalloc = self.jemalloc.as_ref().map_or(0, Jemalloc::free_resident);
+        Resident {
+            all: self.resident_bytes,
+            heap: self.heap_resident_bytes,
+            heap_free: (free + of_jemalloc).min(self.heap_resident_bytes),
+            runtime: self.runtime_heap.resident_bytes,
+            other_private: self.other_private.resident_bytes,
+            stacks: self.stacks.resident_bytes,
+            shared: self.shared.resident_bytes,
+            files: self.files.resident_bytes,
+        }
+    }
+
+    /// Returns the bytes that malloc_trim(0) would return. None without glibc's heap.
+    pub(crate) fn trim_bytes(&self) -> Option<u64> {
+        self.trim_bytes
+    }
+
+    /// Returns the runtime with a heap of its own.
+    pub(crate) fn runtime(&self) -> Option<Runtime> {
+        self.runtime
+    }
+
+    /// Returns the name of the process.
+    pub(crate) fn process(&self) -> &ProcessName {
+        &self.process
+    }
+
+    /// Returns the bytes of the blocks, without the blocks of CPython's own allocator.
+    pub(crate) fn block_bytes(&self) -> u64 {
+        self.block_bytes
+    }
+
+    /// Whether the memory was copied. Otherwise the row has what the kernel counts.
+    pub(crate) fn is_copied(&self) -> bool {
+        self.copied_bytes > 0
+    }
+
+    /// Returns how long the process stood still, in microseconds.
+    pub(crate) fn paused_us(&self) -> u64 {
+        self.paused_us
+    }
+}
+
 /// Returns how much of the heap was walked, and why not all of it.
-pub(super) fn describe_coverage(coverage: &Coverage) -> (&'static str, Option<String>) {
+pub(crate) fn describe_coverage(coverage: &Coverage) -> (&'static str, Option<String>) {
     match coverage {
         Coverage::Complete => ("complete", None),
         Coverage::Incomplete { why, .. } => ("incomplete", Some(why.clone())),
@@ -273,12 +337,12 @@ impl HeapSums {
 }
 
 /// Whether at least half of a heap's resident memory, and not little, is free.
-pub(super) fn is_fragmented(free: u64, resident: u64) -> bool {
+pub(crate) fn is_fragmented(free: u64, resident: u64) -> bool {
     free >= MIN_FREE_BYTES && free * 2 >= resident
 }
 
 /// Returns the cause of the heap's size, as a word for programs.
-pub(super) fn verdict(is_fragmented: bool) -> &'static str {
+pub(crate) fn verdict(is_fragmented: bool) -> &'static str {
     if is_fragmented {
         "fragmentation"
     } else {
@@ -287,7 +351,7 @@ pub(super) fn verdict(is_fragmented: bool) -> &'static str {
 }
 
 /// Writes a line of a table of sizes, for the blocks or chunks of one size.
-pub(super) fn size_line(
+pub(crate) fn size_line(
     out: &mut dyn Write,
     in_use: &ChunkSum,
     free: &ChunkSum,
@@ -454,8 +518,7 @@ impl HeapRow {
         writeln!(out)?;
         let by_jemalloc = self.jemalloc.as_ref().is_some_and(Jemalloc::is_fragmented);
         if self.verdict == "fragmentation" && !by_jemalloc {
-            let parts = [&heap.bins, &heap.fastbins, &heap.tcaches, &heap.tops];
-            let free: u64 = parts.iter().map(|part| part.resident_bytes).sum();
+            let free: u64 = heap.free().map(|part| part.resident_bytes).sum();
             writeln!(
                 out,
                 "fragmentation, not a leak: {} of the heap's {} are free",
@@ -468,6 +531,11 @@ impl HeapRow {
 }
 
 impl HeapSums {
+    /// Returns the free parts.
+    fn free(&self) -> impl Iterator<Item = &ChunkSum> {
+        [&self.bins, &self.fastbins, &self.tcaches, &self.tops].into_iter()
+    }
+
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let bytes = text::bytes;
         let overhead = bytes(self.overhead_bytes);
@@ -493,7 +561,7 @@ impl HeapSums {
     }
 }
 
-pub(super) fn line(
+pub(crate) fn line(
     out: &mut dyn Write,
     resident: &str,
     bytes: &str,
@@ -503,7 +571,7 @@ pub(super) fn line(
     writeln!(out, "{resident:>12} {bytes:>12} {count:>12}  {what}")
 }
 
-pub(super) fn more(out: &mut dyn Write, left_out: usize, thing: &str) -> io::Result<()> {
+pub(crate) fn more(out: &mut dyn Write, left_out: usize, thing: &str) -> io::Result<()> {
     if left_out == 0 {
         return Ok(());
     }

@@ -1,56 +1,68 @@
-//! Use of a process's memory, found in a copy of it: nothing is traced, and nothing was recorded before.
+//! heapscan: the heap of a running process, examined in copies of its memory. Nothing is traced, and nothing was
+//! recorded before.
 //!
-//! The process stands still while it is copied. The walk of its allocator's structures finds the blocks and the free
-//! chunks, whenever they were allocated.
+//! The process stands still while it is copied. The walk of its allocators' structures finds the blocks and the free
+//! chunks, whenever they were allocated. There are three plans: one [`screen`], [`sections`] in full, and [`growth`]
+//! over several copies.
 
-pub(crate) mod args;
+mod args;
 mod block;
+mod findings;
 mod glibc;
+mod growth;
+mod idle;
 mod jemalloc;
-mod report;
+mod layout;
+mod screen;
+mod sections;
 mod types;
 
 use std::process::ExitCode;
 
-use anyhow::{Result, bail};
-use memtools::heap::walk::Walked;
-use memtools::process::container::CgroupInfo;
+use anyhow::Result;
 use memtools::process::proc::Process;
-use memtools::process::smaps;
+use memtools::run::cli;
 use memtools::run::privileges;
 
-use crate::args::Args;
-use crate::rows::ProcessName;
-use block::BlockRow;
-use report::HeapRow;
+use crate::args::{Args, Plan};
 
-/// Prints where the memory of the process is.
-///
-/// # Errors
-/// If no image of the process can be taken, or its heap cannot be walked.
-pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let process = Process::open(args.pid[0])?;
-    let (_poller, mut output) = args.start()?;
-    privileges::keep_tracing_and(args.heap.capabilities())?;
-    let request = args.heap.request(&process, None);
-    let cgroup_info = CgroupInfo::of_process(process.pid());
-    let walked = Walked::take(&request)?;
-    let named = ProcessName::of_image(&walked.image, cgroup_info, args);
-    if let Some(nonsense) = walked.inconsistency() {
-        bail!("{nonsense}");
-    }
-    if args.heap.heap {
-        let mappings = smaps::read(process.pid())?;
-        output.row(&HeapRow::of(&walked, &mappings, named.clone(), args.top))?;
-        if args.show_allocs {
-            for block in walked.heap.blocks() {
-                output.row(&BlockRow::of(block))?;
-            }
+/// Exit status if there is what --fail-on forbids.
+const FORBIDDEN: u8 = 3;
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    let process = Process::open(args.pid)?;
+    let (mut poller, mut output) = cli::start(args.format(), args.output.as_deref())?;
+    privileges::keep_tracing_and(args.copies.capabilities())?;
+    let watch = args
+        .idle
+        .map(|time| idle::watch(&process, time, &mut poller));
+    let watch = watch.transpose()?;
+    let request = args.copies.request(&process, watch.as_ref());
+    let leaks = match args.plan() {
+        Plan::Screen { top } => screen::print(&args, top, &request, &mut output)?,
+        Plan::Sections {
+            sections,
+            is_judged: true,
+            top,
+        } => sections::print_judged(&args, sections, top, &request, &mut output)?,
+        Plan::Sections { sections, top, .. } => {
+            sections::print(&args, sections, top, &request, &mut output)?;
+            0
         }
-    }
-    if args.heap.types {
-        types::print(walked, named, args.top, &mut output)?;
-    }
+        Plan::Growth { period, top } => {
+            let container = args.containers.container;
+            growth::run(&request, container, period, top, &mut poller, &mut output)?;
+            0
+        }
+    };
     output.finish()?;
-    Ok(ExitCode::SUCCESS)
+    Ok(if leaks > 0 && args.fail_on.is_some() {
+        ExitCode::from(FORBIDDEN)
+    } else {
+        ExitCode::SUCCESS
+    })
 }

@@ -12,10 +12,11 @@ use memtools::heap::names::{Names, RunningModules};
 use memtools::heap::walk::Walked;
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
+use memtools::process::container::ProcessName;
+use memtools::verdict::HeapAnalysis;
 use serde::Serialize;
 
-use super::report;
-use crate::rows::ProcessName;
+use crate::layout;
 
 /// Upper limit of the smallest size class of unnamed blocks, in bytes.
 const SMALLEST: u64 = 32;
@@ -58,7 +59,7 @@ struct TypeRow {
 ///
 /// # Errors
 /// If no blocks are known, or the process has exited: the names of its classes are in its memory.
-pub(super) fn print(
+pub(crate) fn print(
     walked: Walked,
     process: ProcessName,
     top: usize,
@@ -72,7 +73,26 @@ pub(super) fn print(
         bail!("no blocks of process {} are known: {why}", image.pid);
     }
     let names = Names::of(&image, &heap, &modules);
-    let (all, types) = rows(&image, process, &heap, pools, &names, top);
+    let rows = rows(&image, process, &heap, &pools, &names, top);
+    print_rows(rows, output)
+}
+
+/// [`print`], of a heap that is judged, whose types are known.
+///
+/// # Errors
+/// If the output cannot be written.
+pub(crate) fn print_named(
+    case: &HeapAnalysis<'_>,
+    process: ProcessName,
+    top: usize,
+    output: &mut Output,
+) -> Result<()> {
+    let (image, heap) = (case.image(), case.heap());
+    let rows = rows(image, process, heap, case.pools(), case.types(), top);
+    print_rows(rows, output)
+}
+
+fn print_rows((all, types): (TypesRow, Vec<TypeRow>), output: &mut Output) -> Result<()> {
     output.row(&all)?;
     types.iter().try_for_each(|row| output.row(row))
 }
@@ -82,12 +102,12 @@ fn rows(
     image: &Image,
     process: ProcessName,
     heap: &Heap,
-    pools: Pools,
+    pools: &Pools,
     names: &Names,
     top: usize,
 ) -> (TypesRow, Vec<TypeRow>) {
     let mut types = by_type(heap, names);
-    let (coverage, coverage_note) = report::describe_coverage(&heap.coverage);
+    let (coverage, coverage_note) = layout::describe_coverage(&heap.coverage);
     let named = |sum: fn(&TypeRow) -> u64| {
         let named = types.iter().filter(|row| row.kind != "unnamed");
         named.map(sum).sum()
@@ -255,7 +275,7 @@ mod tests {
         let image = Image::default();
         let names = Names::of(&image, &heap, &NoModules);
         let process = ProcessName::default();
-        let (all, types) = rows(&image, process, &heap, Pools::default(), &names, 2);
+        let (all, types) = rows(&image, process, &heap, &Pools::default(), &names, 2);
         assert_eq!((all.blocks, all.size_bytes, all.named_blocks), (6, 226, 0));
         assert_eq!((all.types, all.types_shown), (3, 2));
         let rows = types

@@ -24,12 +24,13 @@ use memtools::stacks::table;
 use memtools::stacks::unwind::UnwindArgs;
 
 use crate::difference::DifferenceArgs;
-use crate::growth::args::GrowthArgs;
-use crate::heap::args::HeapArgs;
 use crate::kernel::args::KernelArgs;
 use crate::processes::pool::{AllocSpec, FreeSpec, FunctionSpec};
 use crate::sums::View;
 use crate::verdict::args::VerdictArgs;
+
+/// Time between reports, unless INTERVAL says otherwise.
+const DEFAULT_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Age in milliseconds below which a block is left out, unless --older says otherwise.
 const DEFAULT_OLDER_MS: u64 = 500;
@@ -75,14 +76,9 @@ examples:
                                draw it, and keep it for `go tool pprof`
   memleak -p 1234 --serve 6060
                                show it at http://127.0.0.1:6060/, to `go tool pprof` as well
-  memleak -p 1234 --heap       where its memory is, and what of its heap is free; traces nothing
-  memleak -p 1234 --types      which types of objects are allocated; traces nothing
-  memleak -p 1234 --verdict    which of its blocks nothing refers to, and what holds the rest
-  memleak -p 1234 --verdict=60 the same, with the stacks of what is allocated within a minute
-  memleak -p 1234 --verdict --idle 60
-                               which of its blocks nobody has used for a minute, too
-  memleak -p 1234 --growth 60  whether it grows, by which types of blocks, and what that is
-  memleak -c ./test --verdict=exit --fail-on unreachable
+  memleak -p 1234 --verdict 60 1
+                               which blocks nothing refers to after a minute, and their stacks
+  memleak -c ./test --verdict --fail-on unreachable
                                status 3 if the command, at its exit, has leaked
   memleak --container --cgroup db
                                with the container or systemd unit of each process
@@ -90,9 +86,9 @@ examples:
   memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]
 pub(crate) struct Args {
-    /// Seconds between reports
-    #[arg(default_value = "5", value_parser = parse::seconds)]
-    pub(crate) interval: Duration,
+    /// Seconds between reports [default: 5]
+    #[arg(value_parser = parse::seconds)]
+    pub(crate) interval: Option<Duration>,
 
     /// Reports before it exits [default: until Ctrl-C]
     #[arg(value_parser = parse::count::<u64>)]
@@ -271,13 +267,7 @@ pub(crate) struct Args {
     pub(crate) mem_limit: u64,
 
     #[command(flatten)]
-    pub(crate) heap: HeapArgs,
-
-    #[command(flatten)]
     pub(crate) verdict: VerdictArgs,
-
-    #[command(flatten)]
-    pub(crate) growth: GrowthArgs,
 
     #[command(flatten)]
     pub(crate) kernel: KernelArgs,
@@ -354,7 +344,13 @@ impl Args {
                     .into(),
             ));
         }
+        self.verdict.moment = self.verdict.check(&self)?;
         Ok(self)
+    }
+
+    /// Returns the time between reports.
+    pub(crate) fn interval(&self) -> Duration {
+        self.interval.unwrap_or(DEFAULT_INTERVAL)
     }
 
     /// Returns the format in which rows are printed.

@@ -28,7 +28,7 @@ pub(crate) struct DifferenceArgs {
     pub(crate) diff: Option<PathBuf>,
 
     /// End with status 3 if the last report has so many bytes more than --diff's profile: 'growth>1M'; or if
-    /// --verdict finds a block to be a leak: unreachable
+    /// the last --verdict finds a block to be a leak: unreachable
     #[arg(long, value_name = "growth>BYTES|unreachable", value_parser = fail_on)]
     pub(crate) fail_on: Option<FailOn>,
 }

@@ -43,12 +43,12 @@ use self::upkeep::Upkeep;
 use crate::args::{Args, Mode};
 use crate::difference::Difference;
 use crate::reporter::Reporter;
-use crate::rows::{Group, ProcessName, UnknownFrees};
+use crate::rows::{Group, UnknownFrees};
 use crate::sampling::Sampling;
 use crate::serve::{self, UnmatchedFrees};
 use crate::source::{Flow, HeadContext, ReportData, Source};
 use crate::sums::{self, Allocation, Entry, StackKey, Totals};
-use crate::verdict::traced::{self, VerdictInputs};
+use crate::verdict::{self, VerdictInputs};
 use anyhow::{Result, bail};
 use libbpf_rs::MapMut;
 use libbpf_rs::skel::Skel;
@@ -61,7 +61,7 @@ use memtools::host::page_size;
 use memtools::print::clock::Clock;
 use memtools::print::output::Output;
 use memtools::process::command::HeldCommand;
-use memtools::process::container::CgroupResolver;
+use memtools::process::container::{CgroupResolver, ProcessName};
 use memtools::process::proc::Process;
 use memtools::process::uprobes;
 use memtools::run::losses::Losses;
@@ -126,9 +126,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         poller.watch(exit);
     }
     let leaks = match target.processes.first() {
-        Some(one) if args.verdict.verdict.is_some() => {
+        Some(one) if args.verdict.moment.is_some() => {
             let Reporter { source, output, .. } = &mut reporter;
-            traced::run(source, &one.process, args, &mut poller, output, &wanted)?
+            verdict::run(source, &one.process, args, &mut poller, output, &wanted)?
         }
         _ => reporter.run(&mut poller, server.as_ref()).map(|()| 0)?,
     };

@@ -62,7 +62,7 @@ impl<'a, S: Source> Reporter<'a, S> {
 
     /// Follows the source and reports as the options say, until the trace has ended.
     pub(crate) fn run(&mut self, poller: &mut Poller<'_>, server: Option<&Server>) -> Result<()> {
-        let interval = self.args.interval;
+        let interval = self.args.interval();
         poller.tick_every(interval)?;
         let mut reports_left = self.args.count;
         loop {
@@ -98,7 +98,7 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// of leaks that a verdict has found.
     pub(crate) fn finish(self, command: Option<u8>, leaks: u64) -> Result<ExitCode> {
         self.exports.finish()?;
-        if self.args.verdict.verdict.is_some() {
+        if self.args.verdict.moment.is_some() {
             return Ok(verdict::status(self.args, leaks, command));
         }
         Ok(difference::status(self.difference, command))

@@ -5,13 +5,12 @@ use std::io::{self, Write};
 
 use anyhow::Result;
 use jiff::Zoned;
-use memtools::heap::image::Image;
 use memtools::print::clock;
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
-use memtools::process::container::{self, CgroupInfo};
+use memtools::process::container::ProcessName;
 use memtools::run::losses::Losses;
-use memtools::stacks::named::NamedStack;
+use memtools::stacks::named::{NamedStack, StackText};
 use serde::{Serialize, Serializer};
 
 use crate::args::Args;
@@ -106,47 +105,17 @@ impl Groups {
     }
 }
 
-/// A process as rows name it.
-#[derive(Debug, Clone, Default, Serialize)]
-pub(crate) struct ProcessName {
-    pub(crate) pid: u32,
-    pub(crate) comm: String,
-    /// Cgroup that the process is in, or was in. None if cgroups are not wanted.
-    #[serde(flatten)]
-    pub(crate) cgroup_info: Option<CgroupInfo>,
-    /// Whether text output names the container.
-    #[serde(skip)]
-    pub(crate) container: bool,
-}
-
-impl ProcessName {
-    /// Names a process by its image, and by the cgroup that it was in when the image was taken.
-    pub(crate) fn of_image(image: &Image, cgroup_info: CgroupInfo, args: &Args) -> Self {
-        Self {
-            pid: image.pid,
-            comm: text::escape_bytes(&image.comm),
-            cgroup_info: Some(cgroup_info),
-            container: args.containers.container,
-        }
-    }
-
-    /// Returns the text that names the container: ` in NAME`, or nothing if --container is not given.
-    pub(crate) fn inside(&self) -> String {
-        container::inside(self.cgroup_info.as_ref().filter(|_| self.container))
-    }
-}
-
 /// An outstanding block of `--show-allocs`.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "allocation")]
 struct Block {
-    #[serde(serialize_with = "hex")]
+    #[serde(serialize_with = "text::serialize_address")]
     address: u64,
     size_bytes: u64,
     /// The process, if there are several.
     #[serde(skip_serializing_if = "Option::is_none")]
     pid: Option<u32>,
-    #[serde(serialize_with = "hex")]
+    #[serde(serialize_with = "text::serialize_address")]
     stack_id: u64,
 }
 
@@ -186,7 +155,7 @@ pub(crate) struct DoubleFree {
     pub(crate) time: Zoned,
     #[serde(flatten)]
     pub(crate) process: Option<ProcessName>,
-    #[serde(serialize_with = "hex")]
+    #[serde(serialize_with = "text::serialize_address")]
     pub(crate) address: u64,
     #[serde(flatten)]
     pub(crate) stack: NamedStack,
@@ -241,40 +210,6 @@ fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Re
     write!(out, " of PID {pid} ({comm}){inside}")
 }
 
-/// Frames of a stack as lines, or why they are missing or incomplete.
-pub(crate) struct StackText<'a> {
-    stack: &'a NamedStack,
-    addresses: bool,
-}
-
-impl<'a> StackText<'a> {
-    pub(crate) fn with_addresses(stack: &'a NamedStack) -> Self {
-        let addresses = true;
-        Self { stack, addresses }
-    }
-}
-
-impl fmt::Display for StackText<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let frames = self.stack.part().map_or(&[][..], |part| &part.frames);
-        for frame in frames {
-            for row in frame.rows() {
-                if self.addresses {
-                    writeln!(f, "\t\t0x{:016x}\t{row}", frame.address)?;
-                } else {
-                    writeln!(f, "\t\t{row}")?;
-                }
-            }
-        }
-        if frames.is_empty() {
-            writeln!(f, "\t\tstack information lost")?;
-        } else if let Some(reason) = self.stack.truncated() {
-            writeln!(f, "\t\t[truncated: {reason}]")?;
-        }
-        Ok(())
-    }
-}
-
 /// Stack with its allocations.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "stack")]
@@ -288,7 +223,7 @@ pub(crate) struct Group {
     pub(crate) age: Option<Age>,
     #[serde(flatten)]
     pub(crate) growth: Option<Growth>,
-    #[serde(serialize_with = "hex")]
+    #[serde(serialize_with = "text::serialize_address")]
     pub(crate) stack_id: u64,
     #[serde(flatten)]
     pub(crate) stack: NamedStack,
@@ -382,7 +317,7 @@ pub(crate) struct Call {
     pub(crate) tid: u32,
     pub(crate) step: Step,
     pub(crate) size_bytes: u64,
-    #[serde(serialize_with = "hex")]
+    #[serde(serialize_with = "text::serialize_address")]
     pub(crate) address: u64,
 }
 
@@ -418,10 +353,6 @@ impl Row for Call {
 
 fn rfc3339_if_any<S: Serializer>(time: &Option<Zoned>, serializer: S) -> Result<S::Ok, S::Error> {
     time.as_ref().map(clock::rfc3339).serialize(serializer)
-}
-
-pub(crate) fn hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(&format_args!("{value:#x}"))
 }
 
 #[cfg(test)]

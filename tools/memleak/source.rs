@@ -7,12 +7,13 @@ use std::time::Instant;
 
 use anyhow::Result;
 use memtools::print::output::Output;
+use memtools::process::container::ProcessName;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Wake;
 use memtools::stacks::named::NamedStack;
 use memtools::stacks::table::Stack;
 
-use crate::rows::{Groups, ProcessName};
+use crate::rows::Groups;
 use crate::sampling;
 use crate::serve::UnmatchedFrees;
 use crate::sums::{Allocation, Entry, StackKey, Totals};

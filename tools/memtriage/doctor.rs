@@ -170,7 +170,7 @@ impl Row for Checked {
             .cloned()
             .chain(not_possible)
         {
-            for line in wrapped(&what, WIDTH - INDENT) {
+            for line in text::wrapped(&what, WIDTH - INDENT) {
                 writeln!(out, "{lead}{line}")?;
                 lead = " ".repeat(INDENT);
             }

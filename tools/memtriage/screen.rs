@@ -95,7 +95,7 @@ impl Row for Host {
 impl Row for Finding {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let mut lead = format!("{:<INDENT$}", self.level.to_string());
-        for line in wrapped(&self.evidence, WIDTH - INDENT) {
+        for line in text::wrapped(&self.evidence, WIDTH - INDENT) {
             writeln!(out, "{lead}{line}")?;
             lead = " ".repeat(INDENT);
         }
@@ -104,21 +104,6 @@ impl Row for Finding {
             None => Ok(()),
         }
     }
-}
-
-/// Wraps the text at spaces, into lines of at most `width` characters.
-pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
-    let mut lines: Vec<String> = Vec::new();
-    for word in text.split(' ') {
-        match lines.last_mut() {
-            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => {
-                line.push(' ');
-                line.push_str(word);
-            }
-            _ => lines.push(word.to_owned()),
-        }
-    }
-    lines
 }
 
 /// Table of the parts of memory and the rest, with their changes since the first look.

@@ -1,7 +1,7 @@
 //! Matching of stacks with patterns of calls.
 
-use memtools::print::demangle::demangle;
-use memtools::stacks::named::Frame;
+use crate::print::demangle::demangle;
+use crate::stacks::named::Frame;
 
 use super::FramePattern;
 

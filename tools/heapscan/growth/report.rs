@@ -10,10 +10,10 @@ use memtools::heap::growth::trend::Line;
 use memtools::heap::runtimes::Runtime;
 use memtools::print::output::Row;
 use memtools::print::text;
+use memtools::process::container::ProcessName;
 use serde::Serialize;
 
 use super::Study;
-use crate::rows::ProcessName;
 
 /// Process, with the growth of its heap.
 #[derive(Debug, Serialize)]
@@ -374,7 +374,7 @@ impl Row for GrowthRow {
                 out,
                 "beside that, a leak: nothing refers to {} of what is new; by which stacks: {}",
                 text::bytes(lost),
-                self.command("--verdict=60")
+                self.trace()
             )?;
         }
         Ok(())
@@ -397,7 +397,12 @@ impl GrowthRow {
     }
 
     fn command(&self, options: &str) -> String {
-        format!("memleak -p {} {options}", self.process.pid)
+        format!("heapscan -p {} {options}", self.process.pid)
+    }
+
+    /// Returns the command that shows by which stacks a leak is allocated.
+    fn trace(&self) -> String {
+        format!("memleak -p {} --verdict 60 1", self.process.pid)
     }
 
     /// Returns the command that answers the next question.
@@ -407,16 +412,16 @@ impl GrowthRow {
             .find(|row| row.judged == Judgement::Growing && row.is_askable);
         let pid = self.process.pid;
         match (self.judged, fastest) {
-            (Verdict::Leak, _) => self.command("--verdict=60"),
+            (Verdict::Leak, _) => self.trace(),
             (Verdict::Unbounded | Verdict::Cycles | Verdict::Growing, Some(of)) => {
-                self.command(&format!("--verdict --why {}", shell_words::quote(&of.name)))
+                self.command(&format!("--why {}", shell_words::quote(&of.name)))
             }
             (Verdict::Unbounded | Verdict::Cycles | Verdict::Growing, None) => {
-                self.command("--verdict")
+                self.command("--roots")
             }
-            (Verdict::Fragmentation, _) => self.command("--heap"),
+            (Verdict::Fragmentation, _) => self.command("--layout"),
             (Verdict::Elsewhere, _) => format!("faults -p {pid}"),
-            (Verdict::ForkServer, _) => self.command("--children"),
+            (Verdict::ForkServer, _) => format!("memleak -p {pid} --children"),
             (Verdict::WarmUp | Verdict::Burst | Verdict::Steady | Verdict::Undecided, _) => {
                 self.command(&format!("--growth {:.0}", (self.seconds * 2.0).max(60.0)))
             }

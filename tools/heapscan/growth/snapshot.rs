@@ -18,8 +18,7 @@ use memtools::heap::reach::{Class, Reach};
 use memtools::heap::runtimes::Runtime;
 use memtools::heap::walk::Walked;
 use memtools::host::values::Values;
-
-use crate::verdict;
+use memtools::verdict;
 
 /// Process at one moment: its image, heap and types of blocks.
 pub(super) struct HeapSnapshot {
@@ -204,7 +203,7 @@ pub(super) fn lost(look: &HeapSnapshot, reach: &Reach) -> Option<HashSet<BlockId
     if !lost.is_empty()
         && let Err(unknown) = verdict::expect_readable(&look.image)
     {
-        eprintln!("memleak: {unknown:#}");
+        eprintln!("heapscan: {unknown:#}");
         return None;
     }
     Some(lost)

@@ -180,7 +180,7 @@ fn open<'target>(
     options.follow_peak = (args.mode == Mode::Peak).into();
     options.only_totals = (args.mode == Mode::Alloc).into();
     if args.mode == Mode::Churn {
-        options.churn_ns = u64::try_from(args.interval.as_nanos()).unwrap_or(u64::MAX);
+        options.churn_ns = u64::try_from(args.interval().as_nanos()).unwrap_or(u64::MAX);
     }
     options.bucket_count = room.buckets;
     let [first, rest @ ..] = &room.overflow[..] else {

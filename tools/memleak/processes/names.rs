@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use memtools::process::container::{CgroupInfo, CgroupResolver};
 use memtools::process::proc::Process;
 
-use crate::rows::ProcessName;
+use memtools::process::container::ProcessName;
 
 /// Names of the processes that are traced, or were traced.
 pub(super) struct Names<'a> {

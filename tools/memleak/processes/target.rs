@@ -92,7 +92,7 @@ impl Targets {
             let (processes, code) = matching(args)?;
             return Self::new(processes, None, Some(code), args);
         }
-        warn_if_interval_is_pid(Some(args.interval), &args.pid);
+        warn_if_interval_is_pid(args.interval, &args.pid);
         let (mut processes, mut known) = (Vec::new(), KnownFiles::default());
         for pid in args.pid.iter().copied().collect::<HashSet<u32>>() {
             let process = Process::open(pid)?;

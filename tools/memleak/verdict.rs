@@ -1,5 +1,10 @@
-//! Verdict on a process whose allocations have been traced. Blocks whose allocation was traced are shown by stack.
+//! Verdict on a process whose allocations are traced: which blocks nothing refers to, and what holds the others, found
+//! in copies of the process. Blocks whose allocation was traced are shown by stack.
 
+pub(crate) mod args;
+mod idle;
+
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -9,17 +14,24 @@ use memtools::process::command::HeldCommand;
 use memtools::process::proc::Process;
 use memtools::run::poll::Poller;
 use memtools::stacks::named::NamedStack;
+use memtools::verdict::{
+    AllocSite, HeapAnalysis, Origin, Sections, Settings, Stacks, Suppressions, Trace,
+    TracedAllocation, TracedBlocks,
+};
 
-use super::HeapAnalysis;
-use super::args::Moment;
-use super::idle::IdleWatch;
-use super::report::{Origin, Trace};
-use super::stacks::Stacks;
-use super::suppressions::Suppressions;
-use super::traced_blocks::{AllocSite, TracedBlocks};
+use self::args::Moment;
+use self::idle::IdleWatch;
 use crate::args::Args;
+use crate::difference::{self, FailOn};
 use crate::source::{Flow, ReportData, Source};
 use crate::sums::StackKey;
+
+/// Returns the exit status of a run whose last verdict has found so many leaks, from the command's, if there is a
+/// command.
+pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
+    let fails = leaks > 0 && args.difference.fail_on == Some(FailOn::Unreachable);
+    difference::status_if(fails, command)
+}
 
 /// Input of a verdict besides the trace.
 #[derive(Default)]
@@ -58,14 +70,15 @@ impl VerdictInputs {
     /// # Errors
     /// If the kernel refuses to trace the command.
     pub(crate) fn watch(&mut self, args: &Args, command: Option<&HeldCommand>) -> Result<()> {
-        let command = command.filter(|_| args.verdict.verdict == Some(Moment::Exit));
+        let command = command.filter(|_| args.verdict.moment == Some(Moment::Exit));
         self.at_exit = command.map(|held| AtExit::watch(held.pid())).transpose()?;
         Ok(())
     }
 }
 
-/// Follows a trace until the verdict is due or a signal ends the trace, and prints the verdict. On SIGUSR1, prints one
-/// more verdict, unless the verdict is due at the command's exit. Returns the number of leaked blocks.
+/// Follows a trace until the last verdict is due or a signal ends the trace, and prints the verdicts. On SIGUSR1, prints
+/// one more verdict, unless the verdict is due at the command's exit. Returns the number of leaked blocks of the last
+/// verdict.
 ///
 /// # Errors
 /// If no verdict is possible, or the process has exited before.
@@ -94,11 +107,12 @@ fn follow<S: Source>(
     wanted: &VerdictInputs,
 ) -> Result<u64> {
     let begun = Instant::now();
-    let mut beside = None;
-    if let Some(Moment::After(time)) = args.verdict.verdict {
-        beside = IdleWatch::if_wanted(process, args.verdict.idle, time)?;
+    let (mut beside, mut left) = (None, None);
+    if let Some(Moment::Every { interval, count }) = args.verdict.moment {
+        left = count;
+        beside = IdleWatch::if_wanted(process, args.verdict.idle, interval)?;
         if beside.is_none() {
-            poller.tick_every(time)?;
+            poller.tick_every(interval)?;
         }
     }
     let (mut leaks, mut is_ending) = (None, false);
@@ -120,15 +134,22 @@ fn follow<S: Source>(
         let Some(at_exit) = &wanted.at_exit else {
             if wake.report || is_due || wake.stop {
                 let watch = beside.as_ref().map(IdleWatch::watch);
-                let case = HeapAnalysis::take_confirmed(&args.heap.request(process, watch))?;
+                let request = args.verdict.copies.request(process, watch);
+                let case = HeapAnalysis::take_confirmed(&request, &mut |_| Ok(()))?;
                 // Lost blocks have not been freed since the copy, so none of their allocations are missing here.
-                let found = source.snapshot(case.image.copied_ns, true)?;
+                let found = source.snapshot(case.image().copied_ns, true)?;
                 let due = (args, wanted, begun.elapsed());
-                let leaks = judge(source, case, found, due, output)?;
-                if is_due || wake.stop {
-                    return Ok(leaks);
+                let last = judge(source, case, found, due, output)?;
+                if is_due {
+                    left = left.map(|left| left - 1);
                 }
-                beside.as_mut().map_or(Ok(()), IdleWatch::begin_anew)?;
+                if left == Some(0) || wake.stop {
+                    return Ok(last);
+                }
+                leaks = Some(last);
+                beside
+                    .as_mut()
+                    .map_or(Ok(()), |watch| watch.begin_anew(is_due))?;
             }
             continue;
         };
@@ -162,18 +183,42 @@ fn judge<S: Source>(
     (args, wanted, traced): (&Args, &VerdictInputs, Duration),
     output: &mut Output,
 ) -> Result<u64> {
-    let copied_ns = case.image.copied_ns;
-    case.seen = TracedBlocks::of(&case.heap, case.process.pid(), copied_ns, found.allocations);
+    let copied_ns = case.image().copied_ns;
+    let pid = case.image().pid;
+    let of_it = found.allocations.into_iter().filter(|by| by.pid == pid);
+    let allocations = of_it.map(|by| TracedAllocation {
+        address: by.address,
+        size: by.size,
+        stack: by.stack,
+        time_ns: by.time_ns,
+    });
+    let seen = TracedBlocks::of(case.heap(), copied_ns, allocations);
     let lost = source.losses()?;
-    case.trace = Some(Trace {
+    let trace = Trace {
         traced_ms: traced.as_millis() as u64,
         at_exit: wanted.at_exit.is_some(),
-        traced_blocks: case.seen.count(),
+        traced_blocks: seen.count(),
         ignored_suppressions: wanted.suppressions.ignored(),
         lost,
-    });
-    let mut stacks = TraceStacks { source, copied_ns };
-    let leaks = case.print(args, output, &mut stacks, &wanted.suppressions)?;
+    };
+    case.add_trace(seen, trace);
+    let mut stacks = TraceStacks {
+        source,
+        pid,
+        copied_ns,
+    };
+    let settings = Settings {
+        top: args.top,
+        why: &args.verdict.why,
+        container: args.containers.container,
+    };
+    let report = case.report(&settings, &mut stacks, &wanted.suppressions)?;
+    let leaks = report.leaks();
+    let all = Sections {
+        leaks: true,
+        roots: true,
+    };
+    report.print(all, output)?;
     output.flush()?;
     if lost.any() {
         eprintln!("memleak: {lost}");
@@ -185,13 +230,21 @@ fn judge<S: Source>(
 /// Source of the stacks of a trace.
 struct TraceStacks<'a, S> {
     source: &'a mut S,
+    pid: u32,
     /// CLOCK_MONOTONIC of the copy.
     copied_ns: u64,
 }
 
+impl<S: Source> TraceStacks<'_, S> {
+    fn named(&mut self, stack: u64) -> Result<NamedStack> {
+        let pid = self.pid;
+        self.source.symbolize(StackKey { pid, stack })
+    }
+}
+
 impl<S: Source> Stacks for TraceStacks<'_, S> {
-    fn symbolize(&mut self, key: StackKey) -> Result<Option<NamedStack>> {
-        self.source.symbolize(key).map(Some)
+    fn symbolize(&mut self, stack: u64) -> Result<Option<NamedStack>> {
+        self.named(stack).map(Some)
     }
 
     fn origin(&mut self, born: AllocSite) -> Result<Option<Origin>> {
@@ -199,8 +252,8 @@ impl<S: Source> Stacks for TraceStacks<'_, S> {
         Ok(Some(Origin {
             oldest_age_ms: age_ms(born.first_ns),
             youngest_age_ms: age_ms(born.last_ns),
-            stack_id: born.key.stack,
-            stack: self.source.symbolize(born.key)?,
+            stack_id: born.stack,
+            stack: self.named(born.stack)?,
         }))
     }
 }

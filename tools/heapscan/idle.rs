@@ -1,0 +1,33 @@
+//! Watch of memory use (`--idle`) before the copies.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use memtools::heap::idle::Watch;
+use memtools::process::proc::Process;
+use memtools::run::poll::Poller;
+
+/// Watches which memory the process uses, for `time`, or until a signal asks for a report or for the end.
+///
+/// # Errors
+/// If memory use cannot be watched on this machine, or the process exits.
+pub(super) fn watch<'a>(
+    process: &'a Process,
+    time: Duration,
+    poller: &mut Poller<'a>,
+) -> Result<Watch> {
+    poller.watch_exit(process);
+    let watch = Watch::begin(process)?;
+    let (pid, seconds) = (process.pid(), time.as_secs_f64());
+    eprintln!("heapscan: which memory process {pid} uses is watched for {seconds:.1} s");
+    let deadline = Instant::now() + time;
+    loop {
+        let wake = poller.wait(Some(deadline))?;
+        if wake.exited {
+            bail!("no verdict: process {pid} ended, or was killed, before one was due");
+        }
+        if wake.deadline || wake.stop || wake.report {
+            return Ok(watch);
+        }
+    }
+}
