@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use memtools::heap::capture::at_exit::AtExit;
+use memtools::heap::idle::Watch;
 use memtools::print::output::Output;
 use memtools::process::command::HeldCommand;
 use memtools::process::proc::Process;
@@ -134,12 +135,8 @@ fn follow<S: Source>(
         let Some(at_exit) = &wanted.at_exit else {
             if wake.report || is_due || wake.stop {
                 let watch = beside.as_ref().map(IdleWatch::watch);
-                let request = args.verdict.copies.request(process, watch);
-                let case = HeapAnalysis::take_confirmed(&request, &mut |_| Ok(()))?;
-                // Lost blocks have not been freed since the copy, so none of their allocations are missing here.
-                let found = source.snapshot(case.image().copied_ns, true)?;
                 let due = (args, wanted, begun.elapsed());
-                let last = judge(source, case, found, due, output)?;
+                let last = judge_now(source, process, watch, due, output)?;
                 if is_due {
                     left = left.map(|left| left - 1);
                 }
@@ -147,9 +144,14 @@ fn follow<S: Source>(
                     return Ok(last);
                 }
                 leaks = Some(last);
-                beside
-                    .as_mut()
-                    .map_or(Ok(()), |watch| watch.begin_anew(is_due))?;
+                match (&mut beside, args.verdict.moment) {
+                    (Some(watch), _) => watch.begin_anew(is_due)?,
+                    // Verdicts are a whole interval apart, however long one takes.
+                    (None, Some(Moment::Every { interval, .. })) if is_due => {
+                        poller.tick_every(interval)?;
+                    }
+                    _ => (),
+                }
             }
             continue;
         };
@@ -174,6 +176,21 @@ fn follow<S: Source>(
             at_exit.terminate();
         }
     }
+}
+
+/// Gives a verdict on the process as it is now. Returns the number of leaked blocks.
+fn judge_now<S: Source>(
+    source: &mut S,
+    process: &Process,
+    watch: Option<&Watch>,
+    due: (&Args, &VerdictInputs, Duration),
+    output: &mut Output,
+) -> Result<u64> {
+    let request = due.0.verdict.copies.request(process, watch);
+    let case = HeapAnalysis::take_confirmed(&request, &mut |_| Ok(()))?;
+    // Lost blocks have not been freed since the copy, so none of their allocations are missing here.
+    let found = source.snapshot(case.image().copied_ns, true)?;
+    judge(source, case, found, due, output)
 }
 
 fn judge<S: Source>(
