@@ -113,7 +113,7 @@ fn without_conflicts(command: clap::Command) -> clap::Command {
 }
 
 /// Removes from a message what Rust adds to the system's words.
-fn in_plain_words(message: &str) -> String {
+pub fn in_plain_words(message: &str) -> String {
     let message = message.replace("failed to fill whole buffer", "it ends too early");
     let mut parts = message.split(" (os error ");
     let mut plain = parts.next().unwrap_or_default().to_owned();

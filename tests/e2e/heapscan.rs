@@ -134,16 +134,14 @@ fn what_cannot_be_copied_has_a_memory() -> Result<()> {
     workload.work().map(drop)
 }
 
-/// Starts a workload as another user, and runs heapscan by a command that ends with the path of a copy of it.
-fn as_nobody(by: &mut Command) -> Result<()> {
+/// Runs a command that ends with heapscan on a workload. Expects that it finds the workload's leak.
+fn expect_a_leak(by: &mut Command, workload: Workload) -> Result<()> {
     let folder = harness::scratch()?;
     let tool = folder.path().join("heapscan");
     harness::copy(&harness::tool("heapscan"), &tool)?;
-    for path in [folder.path(), &tool] {
+    for path in [folder.path(), tool.as_path()] {
         Command::new("chmod").arg("755").arg(path).status()?;
     }
-    let mut command = Command::new(harness::workload("forget"));
-    let workload = Workload::spawn(command.uid(NOBODY).gid(NOBODY))?;
     by.arg(tool)
         .args(["-p", &workload.pid(), "--max-pause", "60000"]);
     let ended = Tool::spawn(by.stdin(Stdio::null()))?.wait()?;
@@ -161,17 +159,19 @@ fn its_owner_needs_no_privileges() -> Result<()> {
     if !matches!(scope.trim(), "" | "0") {
         return Ok(());
     }
+    let mut command = Command::new(harness::workload("forget"));
+    let workload = Workload::spawn(command.uid(NOBODY).gid(NOBODY))?;
     let mut by = Command::new("setpriv");
-    as_nobody(by.args(["--reuid=65534", "--regid=65534", "--clear-groups"]))
+    by.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+    expect_a_leak(&mut by, workload)
 }
 
+/// A process of root's without privileges but one examines a process that has all.
 fn one_capability_is_enough() -> Result<()> {
+    let workload = Workload::start("forget", &[])?;
     let mut by = Command::new("setpriv");
-    let capability = ["--inh-caps=-all,+sys_ptrace", "--ambient-caps=+sys_ptrace"];
-    as_nobody(
-        by.args(["--reuid=65533", "--regid=65533", "--clear-groups"])
-            .args(capability),
-    )
+    by.args(["--bounding-set=-all,+sys_ptrace", "--inh-caps=-all"]);
+    expect_a_leak(&mut by, workload)
 }
 
 /// heapscan starts where BPF is not to be had: only the page tables of --idle are read by a BPF program.

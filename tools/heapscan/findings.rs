@@ -80,7 +80,8 @@ pub(crate) fn find(layout: &HeapRow, judged: Result<&Report, &str>) -> Vec<Findi
             level: Level::Look,
             what: "leak",
             evidence: format!("not known: {why}"),
-            next: Some(format!("memleak -p {pid} 10")),
+            // Why a process could not be copied comes with its own remedy.
+            next: layout.is_copied().then(|| format!("memleak -p {pid} 10")),
         }],
     };
     findings.extend(fragmentation(pid, &resident, layout.trim_bytes()));

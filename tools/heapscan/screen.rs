@@ -14,6 +14,7 @@ use memtools::print::output::{Output, Row};
 use memtools::print::text;
 use memtools::process::container::CgroupInfo;
 use memtools::process::proc;
+use memtools::run::cli;
 use memtools::verdict::{
     self, HeapAnalysis, Held, Lost, Report, Settings, Suppressions, Untraced, What,
 };
@@ -126,7 +127,7 @@ fn uncopied(args: &Args, cgroup_info: CgroupInfo) -> Option<HeapRow> {
 
 /// Returns a reason that has a place on the screen. The whole is on stderr, or in JSON, where it matters.
 fn reason(error: &Error) -> String {
-    let whole = format!("{error:#}");
+    let whole = cli::in_plain_words(&format!("{error:#}"));
     let part = text::truncate(&whole, REASON);
     if part.len() < whole.len() {
         format!("{part}...")
