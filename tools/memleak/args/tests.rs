@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn the_definition_is_consistent() {
-    cli::assert_refuses::<Args>(&["-p 1 --memcheck 1 1", "-p 1 --why 8 -C"]);
+    cli::assert_refuses::<Args>(&["-p 1 --suppressions x 1 1", "-p 1 --why 8 -C"]);
 }
 
 #[test]

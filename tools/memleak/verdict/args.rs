@@ -50,16 +50,16 @@ pub(crate) struct VerdictArgs {
 
     /// Also show what is held and not used: watch for so many seconds before each verdict which memory the process uses;
     /// pages that it did not use are first in the list
-    #[arg(long, value_name = "SECONDS", value_parser = parse::seconds)]
+    #[arg(long, value_name = "SECONDS", value_parser = parse::seconds, requires = "verdict")]
     pub(crate) idle: Option<Duration>,
 
     /// Also show what holds the block at this address (0x...), or the blocks of this type, or of this size, or the blocks
     /// that this function has allocated
-    #[arg(long, value_name = "ADDRESS|TYPE|BYTES|FUNCTION")]
+    #[arg(long, value_name = "ADDRESS|TYPE|BYTES|FUNCTION", requires = "verdict")]
     pub(crate) why: Vec<String>,
 
     /// Only sum up what the entries of this file have, which is one of valgrind's
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "verdict")]
     pub(crate) suppressions: Vec<PathBuf>,
 
     #[command(flatten)]
@@ -99,11 +99,8 @@ impl VerdictArgs {
             _ => (),
         }
         if !self.verdict {
-            // clap requires no option that conflicts with another one of the command line.
+            // These options stand alone in heapscan, so that their definition requires nothing.
             let given = [
-                ("--idle", self.idle.is_some()),
-                ("--why", !self.why.is_empty()),
-                ("--suppressions", !self.suppressions.is_empty()),
                 ("--max-pause", self.copies.max_pause.is_some()),
                 ("--pre-copy", self.copies.pre_copy),
             ];
@@ -166,7 +163,6 @@ mod tests {
             &["-p", "1,2", "--verdict", "60"],
             &["-p", "1", "--verdict", "60", "--idle", "60.1"],
             &["-c", "true", "--verdict", "--idle", "60"],
-            &["-p", "1", "--why", "24"],
             &["-p", "1", "--max-pause", "20"],
             &["-k", "--max-pause", "20"],
             &["-k", "--pre-copy"],
@@ -182,6 +178,7 @@ mod tests {
     #[test]
     fn a_verdict_is_of_all_blocks() {
         for wrong in [
+            &["-p", "1", "--why", "24"],
             &["-p", "1", "--verdict", "60", "--idle", "60", "--pre-copy"],
             &["-p", "1", "--verdict", "60", "--mode", "alloc"],
             &["-p", "1", "--verdict=60"],
