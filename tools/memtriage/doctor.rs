@@ -9,7 +9,7 @@ use memtools::print::text;
 use memtools::run::poll::Poller;
 use serde::Serialize;
 
-use crate::screen::{WIDTH, wrapped};
+use crate::screen::WIDTH;
 use crate::tools::tool_path;
 
 /// Name of the tasks that the tools trace: no task has this name, so that nothing is recorded.

@@ -10,6 +10,7 @@ use memtools::host::memory_cgroups;
 use memtools::host::values::Values;
 use memtools::print::clock;
 use memtools::print::output::Row;
+use memtools::print::text;
 use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 
