@@ -80,7 +80,7 @@ fn a_leak_is_the_first_line() -> Result<()> {
     ];
     let ended = harness::run("heapscan", &args)?;
     ensure!(ended.status.code() == Some(3), "{ended:?}");
-    let rows = ended.objects()?;
+    let rows = ended.objects_among_lines()?;
     let kinds: Vec<_> = rows.iter().filter_map(|row| row["type"].as_str()).collect();
     ensure!(
         kinds[..2] == ["heap", "finding"] && kinds.contains(&"held"),
@@ -102,7 +102,7 @@ fn a_fragmented_heap_is_the_first_line() -> Result<()> {
         first(&ended)?.starts_with("act   fragmentation: "),
         "{ended:?}"
     );
-    ensure!(ended.stdout.contains("malloc_trim(0) would"), "{ended:?}");
+    ensure!(ended.stdout.contains("malloc_trim(0)"), "{ended:?}");
     ensure!(
         ended
             .stdout
