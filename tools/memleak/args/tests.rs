@@ -11,8 +11,8 @@ fn the_definition_is_consistent() {
 fn short_flags_cluster_as_in_bcc() {
     let args = Args::try_parse_from(["memleak", "-ap", "12", "10"]).expect("valid");
     assert_eq!(
-        (args.pid, args.show_allocs, args.interval(), args.count),
-        (vec![12], true, Duration::from_secs(10), None)
+        (args.interval(), args.pid, args.show_allocs, args.count),
+        (Duration::from_secs(10), vec![12], true, None)
     );
 }
 

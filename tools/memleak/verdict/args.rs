@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn a_verdict_is_of_all_blocks() {
         for wrong in [
-            &["-p", "1", "--why", "24"],
+            &["-p", "1", "--why", "24"][..],
             &["-p", "1", "--verdict", "60", "--idle", "60", "--pre-copy"],
             &["-p", "1", "--verdict", "60", "--mode", "alloc"],
             &["-p", "1", "--verdict=60"],
