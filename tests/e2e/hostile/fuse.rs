@@ -96,8 +96,8 @@ fn a_page_that_vanishes_holds_neither_its_process_nor_memleak() -> Result<()> {
     for _ in 0..20 {
         let (_folder, hostile) = start("vanish")?;
         let begun = Instant::now();
-        let args = ["-p", &hostile.pid(), "--heap", "--max-pause", "500"];
-        let ended = Tool::start("memleak", &args)?.wait()?;
+        let args = ["-p", &hostile.pid(), "--layout", "--max-pause", "500"];
+        let ended = Tool::start("heapscan", &args)?.wait()?;
         ensure!(begun.elapsed() < Duration::from_secs(30), "{ended:?}");
         let (tracer, _) = heap_pause::tracer_and_state(&hostile.pid())?;
         ensure!(tracer == "0", "{ended:?}");
