@@ -1,11 +1,16 @@
 //! The tool's own privileges.
 
+use std::{env, fs};
+
 use anyhow::{Context, Result};
 use caps::{CapSet, CapsHashSet};
 use nix::sys::prctl::set_no_new_privs;
+use nix::unistd::geteuid;
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 
 use crate::host::capabilities::{self, Capability};
 use crate::print::file_name;
+use crate::run::target::TargetArgs;
 
 /// Capabilities that tracing takes, from loading the programs to the last report.
 const KEPT: [Capability; 12] = [
@@ -26,6 +31,40 @@ const KEPT: [Capability; 12] = [
     Capability::CAP_FOWNER,
 ];
 
+/// Capabilities that an attached tool without stacks needs until its last report: to read maps, to keep its memory
+/// locked, and to name kernel functions.
+const REPORTING: [Capability; 5] = [
+    Capability::CAP_BPF,
+    Capability::CAP_PERFMON,
+    Capability::CAP_SYSLOG,
+    Capability::CAP_IPC_LOCK,
+    Capability::CAP_SYS_RESOURCE,
+];
+
+/// System calls that no attached tool without stacks needs.
+const FORBIDDEN: [i64; 18] = [
+    // Other programs, processes and machines.
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_socket,
+    // Another kernel, or another view of the file systems.
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_kexec_load,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_setns,
+    libc::SYS_unshare,
+    libc::SYS_userfaultfd,
+];
+
 /// Gives up for ever what this process may do beyond tracing: to mount, load modules, configure networks, become
 /// another user and so on. Call this before any thread is started, and after the command of `-c`, which keeps the
 /// privileges of its caller. No program that this process executes later has more privileges.
@@ -42,12 +81,80 @@ pub fn keep_tracing_and(also: &[Capability]) -> Result<()> {
     if capabilities::perf_events_want_sys_admin() {
         kept.insert(Capability::CAP_SYS_ADMIN);
     }
+    keep(&kept)
+}
+
+/// Drops the privileges that reports without stacks do not need: those of a tool that is attached and then runs
+/// unattended for weeks. Unless the tool traces a command, it can no longer execute programs, trace processes or open
+/// sockets. Call this at the end of the set-up, while the tool has one thread.
+///
+/// # Errors
+/// If the kernel refuses to drop capabilities or to install the filter.
+pub fn keep_reporting(target: &TargetArgs) -> Result<()> {
+    let mut kept = CapsHashSet::from(REPORTING);
+    kept.extend(file_name::needed_capabilities());
+    if target.command.is_some() {
+        // The command can be another user's.
+        kept.insert(Capability::CAP_KILL);
+    }
+    if hides_processes() {
+        kept.insert(Capability::CAP_SYS_PTRACE);
+    }
+    if !geteuid().is_root() {
+        // To remove probes from tracefs, which is root's.
+        kept.extend([
+            Capability::CAP_DAC_OVERRIDE,
+            Capability::CAP_DAC_READ_SEARCH,
+        ]);
+    }
+    keep(&kept)?;
+    match target.command {
+        // The command is released and ended by calls that would be refused.
+        Some(_) => Ok(()),
+        None => forbid_calls(),
+    }
+}
+
+/// Gives up all capabilities but these.
+fn keep(kept: &CapsHashSet) -> Result<()> {
     for set in [CapSet::Effective, CapSet::Permitted] {
         let held = caps::read(None, set).context("failed to read the capabilities")?;
-        let kept = held.intersection(&kept).copied().collect();
+        let kept = held.intersection(kept).copied().collect();
         caps::set(None, set, &kept).context("failed to give up capabilities")?;
     }
     Ok(())
+}
+
+/// Whether /proc shows only some processes (hidepid) to a process without CAP_SYS_PTRACE.
+fn hides_processes() -> bool {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let mut options = mounts.lines().filter_map(|line| {
+        let mut fields = line.split(' ').skip(1);
+        (fields.next() == Some("/proc")).then(|| fields.nth(1).unwrap_or_default())
+    });
+    options.any(|options| {
+        options
+            .split(',')
+            .any(|option| option.starts_with("hidepid="))
+    })
+}
+
+/// Makes the system calls of [`FORBIDDEN`] fail with EPERM. All others stay permitted, because a list of permitted ones
+/// would differ by kernel, architecture and C library.
+fn forbid_calls() -> Result<()> {
+    const FAILED: &str = "failed to forbid system calls (seccomp)";
+    let rules = FORBIDDEN.iter().map(|&call| (call, Vec::new())).collect();
+    let refuse = SeccompAction::Errno(libc::EPERM as u32);
+    let architecture = env::consts::ARCH.try_into().context(FAILED)?;
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refuse, architecture);
+    let filter: BpfProgram = filter.and_then(TryInto::try_into).context(FAILED)?;
+    match seccompiler::apply_filter(&filter) {
+        // A kernel without seccomp.
+        Err(seccompiler::Error::Prctl(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
+            Ok(())
+        }
+        applied => applied.context(FAILED),
+    }
 }
 
 #[cfg(test)]
@@ -55,6 +162,30 @@ mod tests {
     use std::thread;
 
     use super::*;
+
+    #[test]
+    fn what_reports_do_not_take_is_given_up() {
+        // In a thread of its own, as below.
+        let limited = thread::spawn(|| {
+            keep_reporting(&TargetArgs::default()).expect("nothing refuses it");
+            let held = caps::read(None, CapSet::Effective).expect("readable");
+            let child = std::process::Command::new("true").status();
+            let socket = std::os::unix::net::UnixDatagram::unbound();
+            let file = fs::read("/proc/self/status");
+            (held, child, socket, file)
+        });
+        let (held, child, socket, file) = limited.join().expect("no panic");
+        for capability in [Capability::CAP_KILL, Capability::CAP_DAC_OVERRIDE] {
+            assert!(
+                !held.contains(&capability) || !geteuid().is_root(),
+                "{held:?}"
+            );
+        }
+        let refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::PermissionDenied;
+        assert!(child.is_err_and(refused), "another program was executed");
+        assert!(socket.is_err_and(refused), "a socket was opened");
+        assert!(file.is_ok(), "files can be read");
+    }
 
     #[test]
     fn what_is_beyond_tracing_is_given_up() {

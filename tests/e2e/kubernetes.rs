@@ -110,6 +110,8 @@ struct SecurityContext {
     read_only_root_filesystem: bool,
     #[serde(default, rename = "appArmorProfile")]
     _app_armor_profile: Value,
+    #[serde(default, rename = "seccompProfile")]
+    _seccomp_profile: Value,
     capabilities: Capabilities,
 }
 

@@ -18,10 +18,9 @@ use memtools::bpf::ring::Events;
 use memtools::export::metrics;
 use memtools::process::filter::TaskKind;
 use memtools::process::traced_code::TracedCode;
-use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
-use memtools::run::protect;
 use memtools::run::target::Target;
+use memtools::run::{cli, privileges, protect};
 use memtools::stacks::events::EventStacks;
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Unwinder;
@@ -69,6 +68,9 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut printer = Printer::new(&args, &skel, stacks, output, exports, metrics)?;
     printer.exports.begin();
     protect::protect_from_oom();
+    if !args.wants_stacks() {
+        privileges::keep_reporting(&args.target)?;
+    }
     eprintln!("drsnoop: tracing direct reclaim ({how}), Ctrl-C to end");
     printer.output.header(&args.columns().header())?;
     printer.output.flush()?;

@@ -24,7 +24,7 @@ use memtools::process::filter::TaskKind;
 use memtools::process::traced_code::TracedCode;
 use memtools::run::losses::{self, Losses};
 use memtools::run::target::Target;
-use memtools::run::{cli, protect};
+use memtools::run::{cli, privileges, protect};
 use memtools::stacks::events::EventStacks;
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Unwinder;
@@ -85,6 +85,9 @@ fn run(args: Args) -> Result<ExitCode> {
     )?;
     printer.exports.begin();
     protect::protect_from_oom();
+    if !args.wants_stacks() {
+        privileges::keep_reporting(&args.target)?;
+    }
     eprintln!("oomkill: tracing OOM kills ({how}), Ctrl-C to end");
     target.release()?;
     target.watch_exit(&mut poller);

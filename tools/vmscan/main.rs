@@ -27,7 +27,7 @@ use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Poller;
 use memtools::run::schedule::{Due, Reports};
 use memtools::run::target::{self, Target};
-use memtools::run::{cli, protect};
+use memtools::run::{cli, privileges, protect};
 
 use crate::args::Args;
 use crate::attach::{Attached, Counting};
@@ -93,6 +93,7 @@ fn watch(
     } = attached;
     let mut intervals = Intervals::new(args, &skel, available, columns);
     protect::protect_from_oom();
+    privileges::keep_reporting(&args.target)?;
     eprintln!("vmscan: tracing page reclaim, Ctrl-C to end");
     output.header(&columns.header())?;
     output.flush()?;
@@ -125,6 +126,7 @@ fn count(
     } = counting;
     let mut reports = CountReports::new(&skel.maps.counts, &tracepoints, args.interval.is_some());
     protect::protect_from_oom();
+    privileges::keep_reporting(&args.target)?;
     eprintln!(
         "vmscan: tracing {} tracepoints, Ctrl-C to end",
         tracepoints.len()

@@ -20,6 +20,7 @@ use crate::pressure::Setting;
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "running":
         every_tool_gives_up_what_tracing_does_not_take,
+        unattended_tools_keep_what_reports_take,
         who_cannot_be_traced_is_told [Host],
         missing_privilege_is_named,
         tools_of_one_user_share_locked_memory,
@@ -72,6 +73,39 @@ fn every_tool_gives_up_what_tracing_does_not_take() -> Result<()> {
             ensure!(no_new.1 == 1, "{name}: {held:?}");
         }
         ensure!(tool.interrupt()?.status.code().is_some(), "{name}");
+    }
+    Ok(())
+}
+
+/// Tools that run for weeks have neither the capabilities that reading processes takes, nor other programs.
+fn unattended_tools_keep_what_reports_take() -> Result<()> {
+    let most = [
+        Capability::CAP_BPF,
+        Capability::CAP_PERFMON,
+        Capability::CAP_SYSLOG,
+        Capability::CAP_IPC_LOCK,
+        Capability::CAP_SYS_RESOURCE,
+    ];
+    let most: u64 = most.iter().map(Capability::bitmask).sum();
+    for name in ["vmscan", "drsnoop", "oomkill"] {
+        let tool = Tool::start(name, &[])?;
+        for task in fs::read_dir(format!("/proc/{}/task", tool.pid()))? {
+            let status = task?.path().join("status");
+            let held = privileges(&status)?;
+            let [_, permitted, effective, ..] = &held[..] else {
+                bail!("{name}: {held:?}");
+            };
+            ensure!((permitted.1 | effective.1) & !most == 0, "{name}: {held:?}");
+            let status = fs::read_to_string(status)?;
+            // 2: a filter. Without the line, the kernel has none.
+            let filter = status.lines().find(|line| line.starts_with("Seccomp:"));
+            ensure!(
+                filter.is_none_or(|line| line == "Seccomp:\t2"),
+                "{name}: {filter:?}"
+            );
+        }
+        let ended = tool.interrupt()?;
+        ensure!(ended.status.success(), "{ended:?}");
     }
     Ok(())
 }
