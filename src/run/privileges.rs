@@ -175,7 +175,7 @@ mod tests {
             (held, child, socket, file)
         });
         let (held, child, socket, file) = limited.join().expect("no panic");
-        for capability in [Capability::CAP_KILL, Capability::CAP_DAC_OVERRIDE] {
+        for capability in [Capability::CAP_KILL, Capability::CAP_FOWNER] {
             assert!(
                 !held.contains(&capability) || !geteuid().is_root(),
                 "{held:?}"
