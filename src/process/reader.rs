@@ -1,4 +1,7 @@
-//! Reader of those files of `/proc/PID` that show a process's memory, or wait for the lock of its address space.
+//! Reader of a process's memory, and of those files of `/proc/PID` that wait for the lock of its address space.
+//!
+//! Memory is read by process_vm_readv(2), which releases the lock while it waits for a page. Reads of `mem`, `cmdline` and
+//! `environ` in `/proc/PID` keep the lock meanwhile, which can freeze the machine (`mmap_lock`).
 //!
 //! A process can have such a read wait for ever: its memory can be a file whose server never answers (FUSE). So a child
 //! process of ours reads. If the child does not answer in time, it is killed and not waited for, as it may not end
@@ -10,6 +13,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
+use std::ptr;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,25 +41,57 @@ const MAX_LOST: usize = 16;
 const PIECE: usize = 1 << 16;
 /// Maximum length of a path, with its NUL.
 const PATH: usize = 64;
-/// Length of a request: path, offset, and number of bytes.
-const REQUEST: usize = PATH + 16;
-/// Offset by which a file is read from its beginning to its end.
-const WHOLE: u64 = u64::MAX;
+/// Length of a request: TID, or 0 if a file is read; address; number of bytes; path of the file.
+const REQUEST: usize = 24 + PATH;
+/// Maximum number of bytes of arguments and of environment that are read.
+const MAX_STRINGS: u64 = 4 << 20;
 
-/// Reads a file of `/proc/PID`, such as `maps`, but at most `most` bytes.
+/// Reads a file of `/proc/PID` that shows no memory, such as `maps`, but at most `most` bytes.
 ///
 /// # Errors
 /// The errors of open(2) and read(2), and `TimedOut` if the process does not answer.
 pub(crate) fn read_file(pid: u32, name: &str, most: usize) -> io::Result<Vec<u8>> {
-    read(pid, name, WHOLE, most)
+    let path = proc::file(pid, name);
+    read(pid, Source::File(path.as_os_str().as_bytes()), most)
 }
 
-/// Reads memory of a process. Returns fewer bytes if the end of the range is not mapped.
+/// Reads memory of a process. Returns fewer bytes if the end of the range cannot be read.
 ///
 /// # Errors
-/// The errors of open(2) and read(2), and `TimedOut` if the process does not answer.
+/// The errors of process_vm_readv(2), and `TimedOut` if the process does not answer.
 pub(crate) fn read_memory(pid: u32, address: u64, length: usize) -> io::Result<Vec<u8>> {
-    read(pid, "mem", address, length)
+    let tid = proc::living_thread(pid);
+    read(pid, Source::Memory { tid, address }, length)
+}
+
+/// Returns the arguments of a process as they are in its memory, each with a NUL behind it: at most 4 MiB.
+///
+/// # Errors
+/// The errors of [`read_memory`], and `PermissionDenied` if the process may not be traced.
+pub(crate) fn arguments(pid: u32) -> io::Result<Vec<u8>> {
+    const ARG_START: usize = 48;
+    strings(pid, ARG_START)
+}
+
+/// Returns the environment that a process was started with, like [`arguments`].
+///
+/// # Errors
+/// Those of [`arguments`].
+pub(crate) fn environment(pid: u32) -> io::Result<Vec<u8>> {
+    const ENV_START: usize = 50;
+    strings(pid, ENV_START)
+}
+
+/// Reads the memory between the addresses in two successive fields of proc_pid_stat(5).
+fn strings(pid: u32, start: usize) -> io::Result<Vec<u8>> {
+    let stat = Stat::read(proc::file(pid, "stat"))?;
+    match (stat.field::<u64>(start), stat.field::<u64>(start + 1)) {
+        (Some(start @ 1..), Some(end)) => {
+            let length = end.saturating_sub(start).min(MAX_STRINGS);
+            read_memory(pid, start, length as usize)
+        }
+        _ => Err(io::ErrorKind::PermissionDenied.into()),
+    }
 }
 
 /// Memory of a running process. Nothing can be read once the process has exited or runs another program.
@@ -149,7 +185,16 @@ struct Reader {
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
 
-fn read(pid: u32, name: &str, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+/// What a child reads.
+#[derive(Debug, Clone, Copy)]
+enum Source<'a> {
+    /// The file at this path, from its beginning.
+    File(&'a [u8]),
+    /// Memory of the process that has this thread.
+    Memory { tid: u32, address: u64 },
+}
+
+fn read(pid: u32, source: Source<'_>, length: usize) -> io::Result<Vec<u8>> {
     let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
     let state = state.get_or_insert_with(|| State {
         reader: None,
@@ -169,8 +214,7 @@ fn read(pid: u32, name: &str, offset: u64, length: usize) -> io::Result<Vec<u8>>
     let Some(reader) = &mut state.reader else {
         return Err(io::ErrorKind::NotConnected.into());
     };
-    let path = proc::file(pid, name);
-    match reader.ask(path.as_os_str().as_bytes(), offset, length) {
+    match reader.ask(source, length) {
         Ok(answer) => answer,
         Err(error) => {
             // This reader must not be used again: its answer may come yet.
@@ -212,15 +256,22 @@ impl Reader {
         }
     }
 
-    /// Sends a request, and returns the answer, or the error of open(2) or read(2).
+    /// Sends a request, and returns the answer, or the error of the system call.
     ///
     /// # Errors
     /// `WouldBlock` if the answer does not come in time; else if the child has ended.
-    fn ask(&mut self, path: &[u8], offset: u64, length: usize) -> io::Result<io::Result<Vec<u8>>> {
+    fn ask(&mut self, source: Source<'_>, length: usize) -> io::Result<io::Result<Vec<u8>>> {
         let mut request = [0; REQUEST];
-        request[..path.len()].copy_from_slice(path);
-        request[PATH..][..8].copy_from_slice(&offset.to_ne_bytes());
-        request[PATH + 8..].copy_from_slice(&(length as u64).to_ne_bytes());
+        let (tid, address) = match source {
+            Source::File(path) => {
+                request[24..][..path.len()].copy_from_slice(path);
+                (0, 0)
+            }
+            Source::Memory { tid, address } => (u64::from(tid), address),
+        };
+        for (place, number) in request.chunks_mut(8).zip([tid, address, length as u64]) {
+            place.copy_from_slice(&number.to_ne_bytes());
+        }
         self.stream.write_all(&request)?;
         let mut answer = Vec::new();
         loop {
@@ -258,29 +309,30 @@ fn serve(stream: RawFd) {
             libc::MSG_WAITALL,
         ) == REQUEST as isize
         {
-            request[PATH - 1] = 0;
+            request[REQUEST - 1] = 0;
             let number = |at: usize| {
                 let mut bytes = [0; 8];
                 bytes.copy_from_slice(&request[at..at + 8]);
                 u64::from_ne_bytes(bytes)
             };
-            let (mut offset, mut left) = (number(PATH), number(PATH + 8));
-            let file = libc::open(request.as_ptr().cast(), libc::O_RDONLY | libc::O_CLOEXEC);
-            let mut count = if file < 0 { -1 } else { 1 };
+            let (tid, mut address, mut left) = (number(0), number(8), number(16));
+            let file = match tid {
+                0 => libc::open(
+                    request[24..].as_ptr().cast(),
+                    libc::O_RDONLY | libc::O_CLOEXEC,
+                ),
+                _ => -1,
+            };
+            let mut count = if tid == 0 && file < 0 { -1 } else { 1 };
             while count > 0 {
                 let wanted = left.min(PIECE as u64) as usize;
-                let to = piece.as_mut_ptr().cast();
-                count = match offset {
-                    WHOLE => libc::read(file, to, wanted),
-                    at => libc::pread(file, to, wanted, at.cast_signed()),
+                count = match tid {
+                    0 => libc::read(file, piece.as_mut_ptr().cast(), wanted),
+                    tid => copy(tid as i32, address, &mut piece[..wanted]),
                 };
                 if count > 0 {
                     left -= count as u64;
-                    offset = if offset == WHOLE {
-                        WHOLE
-                    } else {
-                        offset.wrapping_add(count as u64)
-                    };
+                    address = address.wrapping_add(count as u64);
                     send(stream, &(count as i32).to_ne_bytes());
                     send(stream, &piece[..count as usize]);
                 }
@@ -296,6 +348,20 @@ fn serve(stream: RawFd) {
             send(stream, &error.to_ne_bytes());
         }
     }
+}
+
+/// Copies memory of another process. Returns the number of bytes, or -1 and sets errno.
+fn copy(tid: i32, address: u64, to: &mut [u8]) -> isize {
+    let near = libc::iovec {
+        iov_base: to.as_mut_ptr().cast(),
+        iov_len: to.len(),
+    };
+    let far = libc::iovec {
+        iov_base: ptr::without_provenance_mut(address as usize),
+        iov_len: to.len(),
+    };
+    // SAFETY: the kernel writes into the slice only, at most as many bytes as it has.
+    unsafe { libc::process_vm_readv(tid, &raw const near, 1, &raw const far, 1, 0) }
 }
 
 /// Sends all bytes, or ends the child.
@@ -349,10 +415,13 @@ mod tests {
         let read = read_memory(pid, address, text.len()).expect("our memory");
         assert_eq!(read, text);
         let error = read_memory(pid, 16, 8).expect_err("no memory");
-        assert_eq!(error.raw_os_error(), Some(libc::EIO));
-        let line = std::fs::read("/proc/self/cmdline").expect("our command line");
-        assert_eq!(read_file(pid, "cmdline", 1 << 20).expect("it"), line);
-        assert_eq!(read_file(pid, "cmdline", 3).expect("it"), line[..3]);
+        assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
+        let of_file = |name: &str| std::fs::read(format!("/proc/self/{name}")).expect("ours");
+        assert_eq!(arguments(pid).expect("ours"), of_file("cmdline"));
+        assert_eq!(environment(pid).expect("ours"), of_file("environ"));
+        let limits = of_file("limits");
+        assert_eq!(read_file(pid, "limits", 1 << 20).expect("it"), limits);
+        assert_eq!(read_file(pid, "limits", 3).expect("it"), limits[..3]);
         let error = read_file(pid, "nothing", 1).expect_err("no file");
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }

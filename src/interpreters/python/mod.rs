@@ -27,9 +27,7 @@ use crate::process::reader;
 /// Returns whether all objects of a process come from malloc, including objects of 512 bytes or less, because the
 /// environment variable `PYTHONMALLOC` asks for malloc.
 fn allocates_by_malloc(pid: u32) -> bool {
-    const MAX_ENVIRON: usize = 4 << 20;
-    reader::read_file(pid, "environ", MAX_ENVIRON)
-        .is_ok_and(|environment| asks_for_malloc(&environment))
+    reader::environment(pid).is_ok_and(|environment| asks_for_malloc(&environment))
 }
 
 fn asks_for_malloc(environment: &[u8]) -> bool {

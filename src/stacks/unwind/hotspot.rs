@@ -6,9 +6,6 @@ use memchr::memmem;
 use super::UnwindTarget;
 use crate::process::reader;
 
-/// Maximum number of bytes that are read of a command line, and of an environment.
-const MAX_OPTIONS: usize = 4 << 20;
-
 const OPTION: &[u8] = b"PreserveFramePointer";
 
 /// Whether all these processes were started with the option. False if none are named, since any of them may lack it.
@@ -22,15 +19,9 @@ pub(super) fn keep_frame_pointers(whose: &UnwindTarget) -> bool {
 /// Whether a process was started with the option, by its environment (`JAVA_TOOL_OPTIONS`), its command line, and the
 /// command that it is to execute.
 fn keeps(pid: u32, line: &str) -> bool {
-    let of_process = |what| reader::read_file(pid, what, MAX_OPTIONS).unwrap_or_default();
-    is_on(
-        &[
-            &of_process("environ"),
-            &of_process("cmdline"),
-            line.as_bytes(),
-        ]
-        .concat(),
-    )
+    let environment = reader::environment(pid).unwrap_or_default();
+    let arguments = reader::arguments(pid).unwrap_or_default();
+    is_on(&[&environment, &arguments, line.as_bytes()].concat())
 }
 
 /// Whether the option is given, and turned on by its last occurrence.

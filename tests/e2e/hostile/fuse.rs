@@ -3,10 +3,12 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use libtest_mimic::Trial;
+use memtools::process::proc::{self, Process};
 use tempfile::TempDir;
 
 use super::{NOBODY, text};
@@ -25,6 +27,9 @@ pub(super) fn tests() -> Vec<Trial> {
 
 /// Time within which a process is forked on a machine that is not frozen, also if the machine is emulated.
 const FORK: Duration = Duration::from_secs(5);
+
+/// Time within which probes are removed once the lock is free: two tries, and the removal on an emulated machine.
+const REMOVAL: Duration = Duration::from_secs(40);
 
 /// Starts the hostile program, and returns the folder on which it has mounted its file system.
 fn start(what: &str) -> Result<(TempDir, Workload)> {
@@ -71,6 +76,15 @@ fn probes_outlast_a_lock_that_is_held() -> Result<()> {
     ensure!(ended.stderr.contains("in the background"), "{ended:?}");
     expect_forks()?;
     drop(hostile);
+    let is_running = || {
+        let mut pids = proc::all().unwrap_or_default().into_iter();
+        pids.any(|pid| Process::open(pid).is_ok_and(|process| process.comm() == "memleak"))
+    };
+    let begun = Instant::now();
+    while is_running() {
+        ensure!(begun.elapsed() < REMOVAL, "probes are not removed");
+        thread::sleep(Duration::from_millis(100));
+    }
     Ok(())
 }
 
@@ -82,10 +96,18 @@ fn memory_that_never_answers_keeps_no_tool_waiting() -> Result<()> {
     let mut tool = Tool::start("brkstack", &["-p", &pids])?;
     tool.wait_for_stderr(brkstack::READY)?;
     good.work()?;
+    tool.wait_for_stderr(&format!(
+        "process {} (hostile-fuse) did not answer",
+        hostile.pid()
+    ))?;
+
+    // The process that reads still waits, and must not hold the lock of the address space.
+    let ended = Tool::start("memleak", &["-p", &good.pid(), "1", "1"])?.wait()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    expect_forks()?;
+
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
-    let who = format!("process {} (hostile-fuse) did not answer", hostile.pid());
-    ensure!(ended.stderr.contains(&who), "{ended:?}");
     let whole = format!("main;grow_heap {GROWN}\n");
     ensure!(ended.stdout.contains(&whole), "{ended:?}");
     Ok(())
