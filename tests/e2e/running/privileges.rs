@@ -88,7 +88,8 @@ fn unattended_tools_keep_what_reports_take() -> Result<()> {
     ];
     let most: u64 = most.iter().map(Capability::bitmask).sum();
     for name in ["vmscan", "drsnoop", "oomkill"] {
-        let tool = Tool::start(name, &[])?;
+        let mut tool = Tool::start(name, &[])?;
+        tool.wait_for_stderr("Ctrl-C to end")?;
         for task in fs::read_dir(format!("/proc/{}/task", tool.pid()))? {
             let status = task?.path().join("status");
             let held = privileges(&status)?;
