@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use memmap2::{Advice, MmapMut, MmapOptions};
+use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, pthread_sigmask};
 use nix::unistd::Pid;
 
@@ -32,8 +33,10 @@ const ENDING: Duration = Duration::from_millis(300);
 const STACK: usize = 64 << 10;
 /// Bytes of a worker's buffer that stays in the caches.
 pub(super) const NEAR: usize = 2 << 20;
-/// Bytes of address space of a worker's buffer for results, of which only what is used takes memory.
+/// Maximum bytes of address space of a worker's buffer for results, of which only what is used takes memory.
 const FAR: usize = 1 << 30;
+/// Share of a limited address space that a worker's buffer for results takes. There are at most 8 workers.
+const FAR_SHARE: u64 = 16;
 /// Bytes of the buffer for results that are put in place before they are used.
 const FAR_READY: usize = 4 << 20;
 
@@ -64,8 +67,10 @@ pub(super) struct Own {
 
 impl Own {
     fn new(number: usize) -> Result<Self> {
+        let (limit, _) = getrlimit(Resource::RLIMIT_AS)?;
+        let length = (limit / FAR_SHARE).clamp(FAR_READY as u64, FAR as u64) as usize;
         let mut far = MmapOptions::new();
-        let far = far.len(FAR).no_reserve_swap().map_anon()?;
+        let far = far.len(length).no_reserve_swap().map_anon()?;
         // Kernels before 5.14 have no such advice.
         let _ = far.advise_range(Advice::PopulateWrite, 0, FAR_READY);
         Ok(Self {
@@ -78,7 +83,7 @@ impl Own {
 
     /// Returns the results.
     pub(super) fn results(&self) -> &[u8] {
-        &self.far[..self.filled.min(FAR)]
+        &self.far[..self.filled.min(self.far.len())]
     }
 
     /// Returns the results as values.
@@ -93,8 +98,9 @@ impl Own {
 
     /// Returns the address and the length of what is left of the buffer for results.
     pub(super) fn space(&mut self) -> (usize, usize) {
-        let filled = self.filled.min(FAR);
-        (self.far.as_mut_ptr() as usize + filled, FAR - filled)
+        let filled = self.filled.min(self.far.len());
+        let space = self.far.len() - filled;
+        (self.far.as_mut_ptr() as usize + filled, space)
     }
 
     /// Makes the next bytes of the buffer results.
