@@ -119,14 +119,14 @@ fn objects(ended: &ToolOutput) -> Result<Vec<Value>> {
     ended.objects_among_lines()
 }
 
-/// Checks that nothing was lost, and that the file has all eight counters of losses.
+/// Checks that nothing was lost, and that the file has all nine counters of losses.
 fn nothing_is_lost(samples: &[Sample]) -> Result<()> {
     let lost: Vec<&Sample> = samples
         .iter()
         .filter(|sample| sample.name == "memtools_lost_total")
         .collect();
     ensure!(
-        lost.len() == 8 && lost.iter().all(|sample| sample.value == 0.0),
+        lost.len() == 9 && lost.iter().all(|sample| sample.value == 0.0),
         "{lost:?}"
     );
     Ok(())

@@ -336,7 +336,7 @@ fn metrics_are_open_metrics() -> Result<()> {
     let lost = samples
         .iter()
         .filter(|(name, ..)| name == "memtools_lost_total");
-    ensure!(lost.count() == 8, "{text}");
+    ensure!(lost.count() == 9, "{text}");
     let info = samples
         .iter()
         .find(|(name, ..)| name == "memtools_memleak_info");
