@@ -87,7 +87,10 @@ fn hold_for(tool: &str, recorder: &mut Tool, grow: &Workload) -> Result<()> {
 fn hold_oomkill(recorder: &Tool, grow: &Workload, after: Duration) -> Result<()> {
     let mut started = processes_of(recorder.pid())?.into_iter();
     let oomkill = started.find(|(_, name)| name == "oomkill");
-    let oomkill = Pid::from_raw(oomkill.context("no oomkill")?.0.try_into()?);
+    let oomkill = oomkill.context("no oomkill")?.0;
+    // If it is stopped before, it never sees the kill.
+    harness::eventually("oomkill traces", || harness::waits_for_events(oomkill))?;
+    let oomkill = Pid::from_raw(oomkill.try_into()?);
     kill(oomkill, Signal::SIGSTOP)?;
     harness::eventually("the process is killed", || {
         // The process is a zombie, because the test has not waited for it.

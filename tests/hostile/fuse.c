@@ -1,28 +1,23 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
  * fuse WHAT FOLDER: maps a file of a file system of its own (FUSE, without libfuse),
- * mounted on FOLDER, whose server answers no read (but see vanish). WHAT is
+ * mounted on FOLDER, whose server answers no read. WHAT is
  *
  *	lock    a child reads that memory of this process, which holds the lock of the
  *	        address space (mmap_lock) for ever
  *	java    exports the symbols of HotSpot, whose tables are in that memory
- *	vanish  that memory is in use, and reads are answered until a tracer stops this process;
- *	        soon after that, the file leaves the page cache
  *
  * facts: none
  */
 #include "hostile.h"
 #include <linux/fuse.h>
-#include <pthread.h>
 #include <signal.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
-#include <time.h>
 
 #define FILE_BYTES (1UL << 20)
 #define FILE_NODE  2
-#define MORE_PAGES ((128UL << 20) / PAGE)
 
 /* What HotSpot exports for debuggers: where its tables are, and their layout. */
 const void *gHotSpotVMStructs, *gHotSpotVMTypes;
@@ -50,28 +45,6 @@ static void put(const char *path, const char *text)
 	close(file);
 }
 
-/* Process whose stop ends all answers. */
-static pid_t watched;
-
-/* Whether a tracer has stopped the watched process. */
-static bool is_stopped(void)
-{
-	char path[64], text[512];
-	int file;
-	ssize_t length;
-
-	if (!watched)
-		return true;
-	snprintf(path, sizeof(path), "/proc/%d/stat", watched);
-	file = open(path, O_RDONLY);
-	length = read(file, text, sizeof(text) - 1);
-	close(file);
-	if (length <= 0)
-		_exit(0);
-	text[length] = 0;
-	return strrchr(text, ')')[2] == 't';
-}
-
 static void reply(int device, uint64_t request, int error, void *answer, size_t bytes)
 {
 	struct fuse_out_header head = { sizeof(head) + bytes, error, request };
@@ -92,25 +65,6 @@ static struct fuse_attr attributes(uint64_t node)
 		.nlink = 1,
 		.blksize = PAGE,
 	};
-}
-
-/* Waits for the watched process to stop, and then drops the file from the page cache. */
-static void drop_when_stopped(int device)
-{
-	struct fuse_notify_inval_inode_out inode = { .ino = FILE_NODE };
-	struct timespec time;
-
-	for (;;) {
-		while (!is_stopped())
-			usleep(50);
-		/* At some time, the tool has listed the pages, and has more memory to copy before.
-		 */
-		clock_gettime(CLOCK_MONOTONIC, &time);
-		usleep(time.tv_nsec / 1000 % 20000);
-		reply(device, 0, FUSE_NOTIFY_INVAL_INODE, &inode, sizeof(inode));
-		while (is_stopped())
-			usleep(50);
-	}
 }
 
 /* Answers everything but reads. */
@@ -150,13 +104,6 @@ static void serve(int device)
 			reply(device, in->unique, 0, NULL, 0);
 			break;
 		case FUSE_READ:
-			if (!is_stopped()) {
-				static char zeros[1 << 18];
-				struct fuse_read_in *wanted = (void *)(in + 1);
-
-				reply(device, in->unique, 0, zeros, wanted->size);
-				break;
-			}
 			if (write(asked[1], "r", 1) != 1)
 				die("cannot tell of a read: %s", strerror(errno));
 			break;
@@ -229,10 +176,6 @@ static char *map_own_file(const char *folder, bool for_root)
 		serve(device);
 		_exit(0);
 	}
-	if (watched && !fork_child()) {
-		drop_when_stopped(device);
-		_exit(0);
-	}
 	close(device);
 	snprintf(text, sizeof(text), "%s/file", folder);
 
@@ -261,47 +204,20 @@ static void hold_lock(const char *memory)
 		die("the server has ended");
 }
 
-/* Keeps a page in use. */
-static void *use(void *page)
-{
-	for (;;) {
-		*(volatile char *)page;
-		usleep(1000);
-	}
-	return NULL;
-}
-
-/* Uses a page, and has memory that is copied before it. */
-static void use_with_more(char *page)
-{
-	char *other = map_pages(MORE_PAGES);
-	pthread_t thread;
-
-	if (other > page)
-		die("memory is mapped above the file");
-	write_pages(other, MORE_PAGES, PAGE);
-	if (pthread_create(&thread, NULL, use, page))
-		die("cannot start a thread");
-}
-
 int main(int argc, char **argv)
 {
 	if (argc != 3)
-		usage("lock|java|vanish FOLDER");
+		usage("lock|java FOLDER");
 
-	bool java = !strcmp(argv[1], "java"), vanish = !strcmp(argv[1], "vanish");
-
-	watched = vanish ? getpid() : 0;
-	char *memory = map_own_file(argv[2], java || vanish);
+	bool java = !strcmp(argv[1], "java");
+	char *memory = map_own_file(argv[2], java);
 
 	if (!strcmp(argv[1], "lock"))
 		hold_lock(memory);
 	else if (java)
 		gHotSpotVMStructs = memory, gHotSpotVMTypes = memory + PAGE;
-	else if (vanish)
-		use_with_more(memory);
 	else
-		usage("lock|java|vanish FOLDER");
+		usage("lock|java FOLDER");
 	ready();
 	done();
 	return 0;
