@@ -67,17 +67,20 @@ fn printed(ended: &ToolOutput, kind: &str) -> Result<Vec<Value>> {
     Ok(objects)
 }
 
-/// Stops a growing process until a tool of this recorder has attached to it. On a busy machine, the process would
+/// Stops a growing process until a tool of this recorder and oomkill have attached. On a busy machine, the process would
 /// be killed before.
 fn hold_for(tool: &str, recorder: &mut Tool, grow: &Workload) -> Result<()> {
     let pid = Pid::from_raw(grow.pid().parse()?);
     recorder.wait_for_output("\"type\":\"tracing\"")?;
     kill(pid, Signal::SIGSTOP)?;
-    harness::eventually(&format!("{tool} waits for events"), || {
-        let mut started = processes_of(recorder.pid())?.into_iter();
-        let tool = started.find(|(_, name)| name == tool);
-        // The tool may have ended since.
-        Ok(tool.is_some_and(|(pid, _)| harness::waits_for_events(pid).unwrap_or(false)))
+    harness::eventually(&format!("{tool} and oomkill wait for events"), || {
+        let started = processes_of(recorder.pid())?;
+        // A tool may have ended since.
+        let waits = |name: &str| {
+            let found = started.iter().find(|(_, started)| started == name);
+            found.is_some_and(|(pid, _)| harness::waits_for_events(*pid).unwrap_or(false))
+        };
+        Ok(waits(tool) && waits("oomkill"))
     })?;
     kill(pid, Signal::SIGCONT)?;
     Ok(())
@@ -87,10 +90,7 @@ fn hold_for(tool: &str, recorder: &mut Tool, grow: &Workload) -> Result<()> {
 fn hold_oomkill(recorder: &Tool, grow: &Workload, after: Duration) -> Result<()> {
     let mut started = processes_of(recorder.pid())?.into_iter();
     let oomkill = started.find(|(_, name)| name == "oomkill");
-    let oomkill = oomkill.context("no oomkill")?.0;
-    // If it is stopped before, it never sees the kill.
-    harness::eventually("oomkill traces", || harness::waits_for_events(oomkill))?;
-    let oomkill = Pid::from_raw(oomkill.try_into()?);
+    let oomkill = Pid::from_raw(oomkill.context("no oomkill")?.0.try_into()?);
     kill(oomkill, Signal::SIGSTOP)?;
     harness::eventually("the process is killed", || {
         // The process is a zombie, because the test has not waited for it.
