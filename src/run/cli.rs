@@ -35,33 +35,24 @@ use crate::run::poll::Poller;
 use crate::stacks::source_lines;
 use crate::stacks::table::MAX_DEPTH;
 
-/// Options that other commands have replaced: the tool, the option, and the command. In the command, PID and VALUE are
-/// the words of the user.
-const MOVED: [(&str, &str, &str); 5] = [
-    ("memleak", "--heap", "heapscan -p PID --layout"),
-    ("memleak", "--types", "heapscan -p PID --types"),
-    ("memleak", "--growth", "heapscan -p PID --growth 60"),
-    (
-        "memleak",
-        "--memcheck",
-        "the rows of --verdict, and the object memcheck of --json",
-    ),
-    (
-        "memleak",
-        "--verdict",
-        "memleak -p PID --verdict VALUE 1, or at the exit of a command: memleak -c COMMAND --verdict",
-    ),
-];
+/// Option that another command has replaced, and the command, in which PID and VALUE are the words of the user.
+pub type Moved = (&'static str, &'static str);
 
 /// Parses the arguments, runs the tool, and turns its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
+    main_with(&[], run)
+}
+
+/// [`main`], of a tool some of whose options have moved.
+pub fn main_with<A: Parser>(moved: &[Moved], run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     complete::handle_request::<A>();
     if let Some(status) = source_lines::run_reader() {
         return status;
     }
-    let args = match parse_line(&env::args_os().collect::<Vec<_>>()) {
+    let line: Vec<_> = env::args_os().collect();
+    let args = match parse_line(&line) {
         Ok(args) => args,
-        Err(error) => return usage(&error),
+        Err(error) => return usage(&error, moved, &line),
     };
     inherited::save_and_override();
     set_mmap_threshold();
@@ -127,16 +118,13 @@ pub fn in_plain_words(message: &str) -> String {
 }
 
 /// Prints what clap has to say: the help that was asked for, or what is wrong with the arguments.
-fn usage(said: &clap::Error) -> ExitCode {
+fn usage(said: &clap::Error, moved: &[Moved], line: &[OsString]) -> ExitCode {
     if !said.use_stderr() {
         // Without a reader, nobody misses it.
         let _ = said.print();
         return ExitCode::SUCCESS;
     }
-    let arguments: Vec<_> = env::args_os()
-        .map(|word| word.to_string_lossy().into_owned())
-        .collect();
-    if let Some(message) = moved(message::tool(), said, &arguments) {
+    if let Some(message) = new_command(moved, said, line) {
         crate::message!("{message}");
         return ExitCode::from(2);
     }
@@ -146,8 +134,8 @@ fn usage(said: &clap::Error) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// Returns the message about an option that another command has replaced, if that is what is wrong with the arguments.
-fn moved(tool: &str, error: &clap::Error, arguments: &[String]) -> Option<String> {
+/// Returns the message about an option that another command has replaced, if that is what is wrong with the line.
+fn new_command(moved: &[Moved], error: &clap::Error, line: &[OsString]) -> Option<String> {
     let said = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,
@@ -160,15 +148,16 @@ fn moved(tool: &str, error: &clap::Error, arguments: &[String]) -> Option<String
     }
     // Such as "--verdict" or "--growth <SECONDS>".
     let option = said(ContextKind::InvalidArg)?.split([' ', '=']).next()?;
-    let is_it = |moved: &&(&str, &str, &str)| (moved.0, moved.1) == (tool, option);
-    let (_, _, command) = MOVED.iter().find(is_it)?;
-    let is_pid = |word: &&str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
-    let pids = arguments.windows(2).filter_map(|words| {
-        let is_option = words[0] == "--pid" || words[0].starts_with('-') && words[0].ends_with('p');
-        Some(words[1].as_str()).filter(|_| is_option)
+    let (_, command) = moved.iter().find(|(moved, _)| *moved == option)?;
+    let is_number =
+        |word: &&str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
+    let mut pids = line.windows(2).filter_map(|words| {
+        let (option, value) = (words[0].to_str()?, words[1].to_str()?);
+        let is_pid = option == "--pid" || option.starts_with('-') && option.ends_with('p');
+        is_pid.then_some(value)
     });
-    let pid = pids.into_iter().find(is_pid).unwrap_or("PID");
-    let value = said(ContextKind::InvalidValue).filter(is_pid);
+    let pid = pids.find(is_number).unwrap_or("PID");
+    let value = said(ContextKind::InvalidValue).filter(is_number);
     let command = command.replace("PID", pid);
     let command = command.replace("VALUE", value.unwrap_or("60"));
     Some(format!("{option} is now: {command}"))
@@ -342,27 +331,26 @@ fn assert_requirements<A: Parser>() {
         let Some(ContextValue::Strings(required)) = error.get(ContextKind::InvalidArg) else {
             panic!("{option}: {error}");
         };
-        // One of several is shown as "<--a|--b <B>>".
-        let is_met = |entry: &String, line: &[&str]| {
-            let mut names = entry.split(['|', '<', '>', ' ', '=', '[']);
-            names.any(|name| {
-                let mut given = line.iter().filter_map(|word| word.split('=').next());
-                name.starts_with("--") && given.any(|word| word == name)
-            })
-        };
-        for (i, second) in options.iter().enumerate() {
-            for third in &options[i..] {
-                let line = [option.as_str(), second, third];
-                let line = &line[..if second == third { 2 } else { 3 }];
-                if line[1..].contains(&option.as_str()) {
-                    continue;
-                }
-                let is_complete = required.iter().all(|entry| is_met(entry, line));
-                let is_accepted = parse_words::<A>(line).is_ok();
-                assert!(is_complete || !is_accepted, "{line:?} lacks {required:?}");
-            }
+        let others: Vec<_> = options.iter().filter(|other| *other != option).collect();
+        let pairs = others.iter().map(|other| vec![option.as_str(), other]);
+        let triples = others.iter().enumerate().flat_map(|(i, second)| {
+            let thirds = others[i + 1..].iter();
+            thirds.map(|third| vec![option.as_str(), second, third])
+        });
+        for line in pairs.chain(triples) {
+            let is_complete = required.iter().all(|entry| has_required(&line, entry));
+            let is_accepted = parse_words::<A>(&line).is_ok();
+            assert!(is_complete || !is_accepted, "{line:?} lacks {required:?}");
         }
     }
+}
+
+/// Whether a line has an option that is required: the one of this entry of clap's error, or one of several, such as
+/// `<--a|--b <B>>`.
+fn has_required(line: &[&str], entry: &str) -> bool {
+    let given = line.iter().filter_map(|word| word.split('=').next());
+    let mut names = entry.split(['|', '<', '>', ' ', '=', '[']);
+    names.any(|name| name.starts_with("--") && given.clone().any(|word| word == name))
 }
 
 /// Returns an option as it can be in a command line, with a value that its parser accepts.
@@ -404,10 +392,18 @@ mod tests {
             #[arg(long)]
             verdict: bool,
         }
+        const MOVED: [Moved; 3] = [
+            ("--heap", "heapscan -p PID --layout"),
+            ("--growth", "heapscan -p PID --growth 60"),
+            (
+                "--verdict",
+                "memleak -p PID --verdict VALUE 1, or at the exit of a command: memleak -c COMMAND --verdict",
+            ),
+        ];
         let message = |line: &str| {
-            let words: Vec<_> = line.split(' ').map(str::to_owned).collect();
+            let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
             let error = Args::try_parse_from(&words).expect_err("it has moved");
-            moved("memleak", &error, &words)
+            new_command(&MOVED, &error, &words)
         };
         for (line, expected) in [
             (

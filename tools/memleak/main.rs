@@ -21,12 +21,27 @@ mod whole;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use memtools::run::cli;
+use memtools::run::cli::{self, Moved};
 
 use crate::args::Args;
 
+/// Options that other commands have replaced.
+const MOVED: [Moved; 5] = [
+    ("--heap", "heapscan -p PID --layout"),
+    ("--types", "heapscan -p PID --types"),
+    ("--growth", "heapscan -p PID --growth 60"),
+    (
+        "--memcheck",
+        "the rows of --verdict, and the object memcheck of --json",
+    ),
+    (
+        "--verdict",
+        "memleak -p PID --verdict VALUE 1, or at the exit of a command: memleak -c COMMAND --verdict",
+    ),
+];
+
 fn main() -> ExitCode {
-    cli::main(run)
+    cli::main_with(&MOVED, run)
 }
 
 fn run(args: Args) -> Result<ExitCode> {
