@@ -91,9 +91,8 @@ pub fn has_kprobes() -> bool {
 /// preempt=none or preempt=voluntary. A kernel built for preemption counts as preemptible if its mode cannot be read
 /// (debugfs is not mounted).
 pub(crate) fn can_preempt() -> bool {
-    let built = uname().is_ok_and(|name| name.version().to_string_lossy().contains("PREEMPT"));
-    let chosen = fs::read_to_string("/sys/kernel/debug/sched/preempt").unwrap_or_default();
-    built
+    let (version, chosen) = preemption();
+    version.contains("PREEMPT")
         && !["(none)", "(voluntary)"]
             .iter()
             .any(|mode| chosen.contains(mode))
@@ -103,13 +102,17 @@ pub(crate) fn can_preempt() -> bool {
 /// real-time kernel. With `preempt=lazy`, a task is preempted in the kernel only by real-time tasks, or when it stays
 /// there for a whole tick. If the mode cannot be read (debugfs is not mounted), the kernel's command line counts.
 pub(crate) fn preempts_at_any_time() -> bool {
-    let version = uname().map_or_else(
-        |_| String::new(),
-        |name| name.version().to_string_lossy().into(),
-    );
-    let chosen = fs::read_to_string("/sys/kernel/debug/sched/preempt").unwrap_or_default();
+    let (version, chosen) = preemption();
     let command_line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
     is_preempted_at_any_time(&version, &chosen, &command_line)
+}
+
+/// Returns the kernel's version line, which says how the kernel was built, and the modes of preemption with the present
+/// one in parentheses. Each is empty if it cannot be read.
+fn preemption() -> (String, String) {
+    let version = uname().map(|name| name.version().to_string_lossy().into_owned());
+    let chosen = fs::read_to_string("/sys/kernel/debug/sched/preempt");
+    (version.unwrap_or_default(), chosen.unwrap_or_default())
 }
 
 fn is_preempted_at_any_time(version: &str, chosen: &str, command_line: &str) -> bool {

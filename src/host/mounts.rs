@@ -19,7 +19,12 @@ impl Mount {
     /// Returns whether the file system is mounted with this option. For cgroups of version 1, a controller is an
     /// option.
     pub(crate) fn has_option(&self, option: &str) -> bool {
-        self.options.split(',').any(|one| one == option)
+        self.options().any(|one| one == option)
+    }
+
+    /// Iterates over the options, such as `rw` and `hidepid=2`.
+    pub(crate) fn options(&self) -> impl Iterator<Item = &str> {
+        self.options.split(',')
     }
 
     /// Returns whether the file system is a hierarchy of cgroups, of version 1 or 2.

@@ -118,19 +118,20 @@ pub fn of_process(pid: u32) -> Option<String> {
 /// Returns the path of the cgroup of version 2 of a process, as /proc has it. None if the process has exited.
 pub(crate) fn unified_of_process(pid: u32) -> Option<PathBuf> {
     let list = fs::read(proc::file(pid, "cgroup")).ok()?;
-    let mut lines = list.split(|&byte| byte == b'\n');
-    let path = lines.find_map(|line| line.strip_prefix(b"0::"))?;
-    Some(OsStr::from_bytes(path).into())
+    Some(OsStr::from_bytes(path_in(&list, <[u8]>::is_empty)?).into())
+}
+
+/// Returns the path in the first line of a list whose controllers are wanted. The line of version 2 has none.
+fn path_in(list: &[u8], wanted: fn(&[u8]) -> bool) -> Option<&[u8]> {
+    list.split(|&byte| byte == b'\n').find_map(|line| {
+        let mut fields = line.splitn(3, |&byte| byte == b':');
+        let (controllers, path) = (fields.nth(1)?, fields.next()?);
+        wanted(controllers).then_some(path)
+    })
 }
 
 fn in_list(list: &[u8]) -> Option<String> {
-    let path_in = |wanted: fn(&[u8]) -> bool| {
-        list.split(|&byte| byte == b'\n').find_map(|line| {
-            let mut fields = line.splitn(3, |&byte| byte == b':');
-            let (controllers, path) = (fields.nth(1)?, fields.next()?);
-            wanted(controllers).then(|| text::escape_bytes(path))
-        })
-    };
+    let path_in = |wanted| path_in(list, wanted).map(text::escape_bytes);
     let is_memory = |controllers: &[u8]| {
         controllers
             .split(|&byte| byte == b',')

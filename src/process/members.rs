@@ -8,6 +8,8 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use memchr::memmem;
+
 use crate::host::mounts::Mounts;
 use crate::process::cgroup;
 use crate::process::mapping_log::Change;
@@ -64,7 +66,8 @@ impl Members {
     pub fn note(&mut self, change: &Change) -> Option<u32> {
         match change {
             Change::Renamed(pid, comm) => {
-                let is_named = (self.name.as_ref()).is_some_and(|name| contains(comm, name));
+                let is_named =
+                    (self.name.as_ref()).is_some_and(|name| memmem::find(comm, name).is_some());
                 let joins = is_named && self.known.get(pid) == Some(&false);
                 joins.then(|| self.forget(*pid))?;
                 Some(*pid)
@@ -123,16 +126,12 @@ fn path_in_lists(folder: &Path, mount: Option<&Path>) -> Option<PathBuf> {
 
 /// Whether a thread of a process has a name that contains `name`.
 fn is_named(pid: u32, name: &[u8]) -> bool {
-    let has = |path: String| fs::read(path).is_ok_and(|comm| contains(&comm, name));
+    let has = |path: String| fs::read(path).is_ok_and(|comm| memmem::find(&comm, name).is_some());
     if has(format!("/proc/{pid}/comm")) {
         return true;
     }
     let mut others = proc::tids(pid).unwrap_or_default().into_iter();
     others.any(|tid| tid != pid && has(format!("/proc/{pid}/task/{tid}/comm")))
-}
-
-fn contains(comm: &[u8], name: &[u8]) -> bool {
-    name.is_empty() || comm.windows(name.len()).any(|part| part == name)
 }
 
 #[cfg(test)]

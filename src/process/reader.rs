@@ -41,8 +41,10 @@ const MAX_LOST: usize = 16;
 const PIECE: usize = 1 << 16;
 /// Maximum length of a path, with its NUL.
 const PATH: usize = 64;
-/// Length of a request: TID, or 0 if a file is read; address; number of bytes; path of the file.
-const REQUEST: usize = 24 + PATH;
+/// Length of the numbers that a request begins with: TID, or 0 if a file is read; address; number of bytes.
+const NUMBERS: usize = 24;
+/// Length of a request: the numbers, and the path of the file.
+const REQUEST: usize = NUMBERS + PATH;
 /// Maximum number of bytes of arguments and of environment that are read.
 const MAX_STRINGS: u64 = 4 << 20;
 
@@ -76,7 +78,7 @@ pub(crate) fn arguments(pid: u32) -> io::Result<Vec<u8>> {
 /// Returns the environment that a process was started with, like [`arguments`].
 ///
 /// # Errors
-/// Those of [`arguments`].
+/// The errors of [`arguments`].
 pub(crate) fn environment(pid: u32) -> io::Result<Vec<u8>> {
     const ENV_START: usize = 50;
     strings(pid, ENV_START)
@@ -264,7 +266,7 @@ impl Reader {
         let mut request = [0; REQUEST];
         let (tid, address) = match source {
             Source::File(path) => {
-                request[24..][..path.len()].copy_from_slice(path);
+                request[NUMBERS..][..path.len()].copy_from_slice(path);
                 (0, 0)
             }
             Source::Memory { tid, address } => (u64::from(tid), address),
@@ -318,7 +320,7 @@ fn serve(stream: RawFd) {
             let (tid, mut address, mut left) = (number(0), number(8), number(16));
             let file = match tid {
                 0 => libc::open(
-                    request[24..].as_ptr().cast(),
+                    request[NUMBERS..].as_ptr().cast(),
                     libc::O_RDONLY | libc::O_CLOEXEC,
                 ),
                 _ => -1,

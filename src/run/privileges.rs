@@ -1,6 +1,7 @@
 //! The tool's own privileges.
 
-use std::{env, fs};
+use std::env;
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use caps::{CapSet, CapsHashSet};
@@ -9,6 +10,7 @@ use nix::unistd::geteuid;
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 
 use crate::host::capabilities::{self, Capability};
+use crate::host::mounts::Mounts;
 use crate::print::file_name;
 use crate::run::target::TargetArgs;
 
@@ -84,9 +86,9 @@ pub fn keep_tracing_and(also: &[Capability]) -> Result<()> {
     keep(&kept)
 }
 
-/// Drops the privileges that reports without stacks do not need: those of a tool that is attached and then runs
-/// unattended for weeks. Unless the tool traces a command, it can no longer execute programs, trace processes or open
-/// sockets. Call this at the end of the set-up, while the tool has one thread.
+/// Drops the privileges that reports without stacks do not need, in a tool that is attached and runs unattended for
+/// weeks. Unless the tool traces a command, it can no longer execute programs, trace processes or open sockets. Call
+/// this at the end of the set-up, while the tool has one thread.
 ///
 /// # Errors
 /// If the kernel refuses to drop capabilities or to install the filter.
@@ -127,16 +129,11 @@ fn keep(kept: &CapsHashSet) -> Result<()> {
 
 /// Whether /proc shows only some processes (hidepid) to a process without CAP_SYS_PTRACE.
 fn hides_processes() -> bool {
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let mut options = mounts.lines().filter_map(|line| {
-        let mut fields = line.split(' ').skip(1);
-        (fields.next() == Some("/proc")).then(|| fields.nth(1).unwrap_or_default())
-    });
-    options.any(|options| {
-        options
-            .split(',')
-            .any(|option| option.starts_with("hidepid="))
-    })
+    let mounts = Mounts::now();
+    let mut of_proc = mounts
+        .iter()
+        .filter(|mount| mount.folder == Path::new("/proc"));
+    of_proc.any(|mount| mount.options().any(|option| option.starts_with("hidepid=")))
 }
 
 /// Makes the system calls of [`FORBIDDEN`] fail with EPERM. All others stay permitted, because a list of permitted ones
@@ -159,7 +156,7 @@ fn forbid_calls() -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
+    use std::{fs, thread};
 
     use super::*;
 
