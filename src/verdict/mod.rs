@@ -22,7 +22,7 @@ use std::collections::HashSet;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Error, Result, anyhow, bail};
 
 use crate::heap::blocks::{Coverage, Heap};
 use crate::heap::capture::{self, Request};
@@ -106,6 +106,19 @@ pub struct Sections {
     pub leaks: bool,
     /// Reachable blocks, with what holds them.
     pub roots: bool,
+}
+
+impl Sections {
+    /// All groups.
+    pub const ALL: Self = Self {
+        leaks: true,
+        roots: true,
+    };
+}
+
+/// Returns the error of a process that has exited before a verdict was due.
+pub fn exited_before(pid: u32) -> Error {
+    anyhow!("no verdict: process {pid} ended, or was killed, before one was due")
 }
 
 impl Report {

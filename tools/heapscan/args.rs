@@ -10,7 +10,7 @@ use memtools::print::output::Format;
 use memtools::process::complete;
 use memtools::process::container::ContainerArgs;
 use memtools::process::proc;
-use memtools::verdict::{self, CopyArgs};
+use memtools::verdict::{self, CopyArgs, Settings};
 
 /// Number of rows of each table, by default.
 const ON_SCREEN: usize = 6;
@@ -161,6 +161,15 @@ impl Args {
             sections,
             is_judged,
             top: within(IN_SECTION),
+        }
+    }
+
+    /// Returns the settings of a verdict whose tables have `top` rows.
+    pub(crate) fn settings(&self, top: usize) -> Settings<'_> {
+        Settings {
+            top,
+            why: &self.why,
+            container: self.containers.container,
         }
     }
 

@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use memtools::heap::idle::Watch;
 use memtools::process::proc::Process;
 use memtools::run::poll::Poller;
+use memtools::verdict;
 
 /// Watches which memory the process uses, for `time`, or until a signal asks for a report or for the end.
 ///
@@ -24,7 +25,7 @@ pub(super) fn watch<'a>(
     loop {
         let wake = poller.wait(Some(deadline))?;
         if wake.exited {
-            bail!("no verdict: process {pid} ended, or was killed, before one was due");
+            return Err(verdict::exited_before(pid));
         }
         if wake.deadline || wake.stop || wake.report {
             return Ok(watch);

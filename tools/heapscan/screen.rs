@@ -15,9 +15,7 @@ use memtools::print::text;
 use memtools::process::container::CgroupInfo;
 use memtools::process::proc;
 use memtools::run::cli;
-use memtools::verdict::{
-    self, HeapAnalysis, Held, Lost, Report, Settings, Suppressions, Untraced, What,
-};
+use memtools::verdict::{self, HeapAnalysis, Held, Lost, Report, Suppressions, Untraced, What};
 
 use crate::args::Args;
 use crate::findings::{self, Finding, Level};
@@ -52,15 +50,10 @@ pub(crate) fn print(
         layout = Some(sections::layout(walked, named, top)?);
         Ok(())
     });
-    let settings = Settings {
-        top,
-        why: &args.why,
-        container: args.containers.container,
-    };
     let mut has_pools = false;
     let judged = judged.and_then(|case| {
         has_pools = case.pools().pools > 0;
-        case.report(&settings, &mut Untraced, &Suppressions::default())
+        case.report(&args.settings(top), &mut Untraced, &Suppressions::default())
     });
     let is_copied = layout.is_some();
     let layout = layout.or_else(|| uncopied(args, cgroup_info));
@@ -157,12 +150,8 @@ impl Screen<'_> {
         for finding in self.findings() {
             output.row(&finding)?;
         }
-        let all = verdict::Sections {
-            leaks: true,
-            roots: true,
-        };
         match self.report {
-            Ok(report) => report.print(all, output),
+            Ok(report) => report.print(verdict::Sections::ALL, output),
             Err(_) => Ok(()),
         }
     }

@@ -6,7 +6,7 @@ use memtools::heap::walk::Walked;
 use memtools::print::output::Output;
 use memtools::process::container::{CgroupInfo, ProcessName};
 use memtools::process::smaps;
-use memtools::verdict::{self, HeapAnalysis, Settings, Suppressions, Untraced};
+use memtools::verdict::{self, HeapAnalysis, Suppressions, Untraced};
 
 use crate::args::{Args, Sections};
 use crate::block::BlockRow;
@@ -78,12 +78,8 @@ pub(crate) fn print_judged(
         let named = verdict::process_name(case.image(), cgroup_info, args.containers.container);
         types::print_named(&case, named, top, output)?;
     }
-    let settings = Settings {
-        top,
-        why: &args.why,
-        container: args.containers.container,
-    };
-    let report = case.report(&settings, &mut Untraced, &Suppressions::default())?;
+    let suppressions = Suppressions::default();
+    let report = case.report(&args.settings(top), &mut Untraced, &suppressions)?;
     report.print(sections.verdict, output)?;
     Ok(report.leaks())
 }

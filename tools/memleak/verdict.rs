@@ -7,7 +7,7 @@ mod idle;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use memtools::heap::capture::at_exit::AtExit;
 use memtools::heap::idle::Watch;
 use memtools::print::output::Output;
@@ -16,7 +16,7 @@ use memtools::process::proc::Process;
 use memtools::run::poll::Poller;
 use memtools::stacks::named::NamedStack;
 use memtools::verdict::{
-    AllocSite, HeapAnalysis, Origin, Sections, Settings, Stacks, Suppressions, Trace,
+    self, AllocSite, HeapAnalysis, Origin, Sections, Settings, Stacks, Suppressions, Trace,
     TracedAllocation, TracedBlocks,
 };
 
@@ -123,10 +123,7 @@ fn follow<S: Source>(
         match source.handle_events(&wake, output)? {
             Flow::Continue => (),
             Flow::End { exited: true } => {
-                return leaks.with_context(|| {
-                    let pid = process.pid();
-                    format!("no verdict: process {pid} ended, or was killed, before one was due")
-                });
+                return leaks.ok_or_else(|| verdict::exited_before(process.pid()));
             }
             // The source says why it ends the run.
             Flow::End { exited: false } => return Ok(0),
@@ -231,11 +228,7 @@ fn judge<S: Source>(
     };
     let report = case.report(&settings, &mut stacks, &wanted.suppressions)?;
     let leaks = report.leaks();
-    let all = Sections {
-        leaks: true,
-        roots: true,
-    };
-    report.print(all, output)?;
+    report.print(Sections::ALL, output)?;
     output.flush()?;
     if lost.any() {
         eprintln!("memleak: {lost}");
