@@ -11,6 +11,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{self, Tool, Workload};
+use crate::verdict;
 
 /// Labels of the workload's programs, with the expected verdicts.
 const LABELS: [(&str, &str); 8] = [
@@ -239,14 +240,8 @@ fn expect_next_to_answer(workload: &Workload, next: &str) -> Result<()> {
 /// Expects that the lists of the objects of Record are shown as held by these, although other blocks are of the same
 /// type.
 fn expect_lists_of_records(workload: &Workload) -> Result<()> {
-    let args = [
-        "-jp",
-        &workload.pid(),
-        "--leaks",
-        "--roots",
-        "--max-pause",
-        "60000",
-    ];
+    let pid = workload.pid();
+    let args = verdict::on("-jp", &pid);
     let rows = harness::run("heapscan", &args)?.objects()?;
     let lists = row(&rows, "held by list")?;
     let chain = lists["chain"].as_array().context("no chain")?;

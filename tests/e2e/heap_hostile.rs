@@ -14,6 +14,7 @@ use nix::unistd::Pid;
 
 use crate::harness::{self, Tool, ToolOutput, Workload};
 use crate::heap_pause::tracer_and_state;
+use crate::verdict;
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -208,10 +209,7 @@ fn what_is_killed_has_no_verdict() -> Result<()> {
     for _ in 0..10 {
         let mut workload = Workload::start("heap", &["0", "200003", "holes"])?;
         let pid = workload.pid();
-        let mut tool = Tool::start(
-            "heapscan",
-            &["-p", &pid, "--leaks", "--roots", "--max-pause", "60000"],
-        )?;
+        let mut tool = Tool::start("heapscan", &verdict::on("-p", &pid))?;
         let tracer = tool.pid().to_string();
         while !tool.has_ended()? {
             if tracer_and_state(&pid)?.0 == tracer {
@@ -246,17 +244,7 @@ fn what_exits_has_no_verdict() -> Result<()> {
     let mut gone = 0;
     for round in 0..24 {
         let mut workload = Workload::start("heap", &["0", "20011", "holes"])?;
-        let tool = Tool::start(
-            "heapscan",
-            &[
-                "-p",
-                &workload.pid(),
-                "--leaks",
-                "--roots",
-                "--max-pause",
-                "60000",
-            ],
-        )?;
+        let tool = Tool::start("heapscan", &verdict::on("-p", &workload.pid()))?;
         thread::sleep(Duration::from_millis(3 * round));
         workload.work()?;
         workload.finish()?;

@@ -28,18 +28,13 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
+/// Returns the options for a verdict on a process, however long its copies take. `flag` is -p, or -jp for JSON.
+pub(crate) fn on<'a>(flag: &'a str, pid: &'a str) -> [&'a str; 6] {
+    [flag, pid, "--leaks", "--roots", "--max-pause", "60000"]
+}
+
 fn judge(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
-    let options = [
-        "-jp",
-        pid,
-        "--leaks",
-        "--roots",
-        "-T",
-        "1000",
-        "--max-pause",
-        "60000",
-    ];
-    let args = [&options, args].concat();
+    let args = [&on("-jp", pid)[..], &["-T", "1000"], args].concat();
     harness::run("heapscan", &args)?.objects()
 }
 
@@ -153,14 +148,8 @@ fn expect_what_holds_the_cache(rows: &[Value]) -> Result<()> {
 
 fn a_leak_fails_a_test_that_wants_none() -> Result<()> {
     let workload = Workload::start("verdict", &[])?;
-    let args = [
-        "-p",
-        &workload.pid(),
-        "--leaks",
-        "--roots",
-        "--max-pause",
-        "60000",
-    ];
+    let pid = workload.pid();
+    let args = on("-p", &pid);
     let ended = harness::run(
         "heapscan",
         &[&args[..], &["--fail-on", "unreachable"]].concat(),
@@ -177,14 +166,8 @@ fn a_leak_fails_a_test_that_wants_none() -> Result<()> {
 
 fn what_is_not_known_as_a_whole_is_not_judged() -> Result<()> {
     let refused = |mut workload: Workload, why: &str| {
-        let args = [
-            "-p",
-            &workload.pid(),
-            "--leaks",
-            "--roots",
-            "--max-pause",
-            "60000",
-        ];
+        let pid = workload.pid();
+        let args = on("-p", &pid);
         let ended = harness::run("heapscan", &args)?;
         ensure!(
             ended.status.code() == Some(1) && ended.stderr.contains(why),
@@ -282,14 +265,8 @@ fn ten_million_blocks_are_judged_in_bounded_memory() -> Result<()> {
     const LOST: u64 = 1009;
     let counts = [BLOCKS, LOST].map(|count| count.to_string());
     let mut workload = Workload::start("many", &[&counts[0], &counts[1]])?;
-    let args = [
-        "-jp",
-        &workload.pid(),
-        "--leaks",
-        "--roots",
-        "--max-pause",
-        "60000",
-    ];
+    let pid = workload.pid();
+    let args = on("-jp", &pid);
     let mut tool = Tool::start("heapscan", &args)?;
     let mut peak = 0;
     while !tool.has_ended()? {
