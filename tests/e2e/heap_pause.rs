@@ -1,4 +1,4 @@
-//! heapscan stops a process for a moment. The process continues as if nobody had looked, and a process that cannot
+//! heapscan stops a process for a moment. The process continues unchanged, and a process that cannot
 //! be stopped is refused.
 
 use std::fs;

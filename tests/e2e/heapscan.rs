@@ -54,7 +54,7 @@ fn a_leak_is_the_first_line() -> Result<()> {
             .starts_with(&format!("forget (pid {pid}): glibc")),
         "{ended:?}"
     );
-    // The workload has lost 7 of its 18 blocks before it is told to work.
+    // The workload has lost 7 of its 18 blocks when it is ready.
     let line = first(&ended)?;
     ensure!(
         line.starts_with("act   leak: 6.3 kB in 7 blocks are unreachable ("),

@@ -278,7 +278,7 @@ fn names_of_a_library_are_not_forged() -> Result<()> {
     let mut victim = Workload::spawn(Command::new(victim).args(["plugin", "101"]))?;
     let args = [&library, &fake, &mounts];
     let mut attacker = Workload::spawn(Command::new(attacker).args(args))?;
-    // Not by name: mappings of all processes would then be read, and those of storms in other tests are too many.
+    // With -n, the mappings of all processes are read, and other tests map more than the log takes.
     let pids = [victim.pid(), attacker.pid()].join(",");
     let args = ["-p", &pids, "-o", "0", "-T", "100", "60"];
     let mut tool = Tool::start("memleak", &args)?;

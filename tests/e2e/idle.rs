@@ -1,4 +1,4 @@
-//! heapscan --idle: memory that nobody uses, found by page tables, against what a program uses.
+//! heapscan --idle: unused memory, found by page tables, against what a program uses.
 
 use std::fs;
 use std::thread;

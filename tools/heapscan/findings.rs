@@ -16,7 +16,8 @@ const INDENT: usize = 6;
 /// Bytes of unreachable blocks, and share of all bytes, at which a leak is to be acted on.
 const LEAK_BYTES: u64 = 1 << 20;
 const LEAK_SHARE: f64 = 0.05;
-/// Bytes of free memory in a heap that is at least half free, at which that is told, and at which it is to be acted on.
+/// Bytes of free memory in a heap that is at least half free, from which the heap counts as fragmented, and from which
+/// the user has to act.
 const FREE_BYTES: u64 = 4 << 20;
 const MUCH_FREE_BYTES: u64 = 16 << 20;
 /// Number of blocks of one type below one root, and bytes of the share of all bytes, at which growth is suspected.

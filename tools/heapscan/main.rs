@@ -1,8 +1,7 @@
-//! heapscan: the heap of a running process, examined in copies of its memory. Nothing is traced, and nothing was
-//! recorded before.
+//! heapscan: the heap of a running process, examined in copies of its memory, without tracing or earlier recordings.
 //!
-//! The process stands still while it is copied. The walk of its allocators' structures finds the blocks and the free
-//! chunks, whenever they were allocated. There are three plans: one [`screen`], [`sections`] in full, and [`growth`]
+//! The process is stopped while its memory is copied. The walk of its allocators' structures finds the blocks and the
+//! free chunks, whenever they were allocated. There are three plans: one [`screen`], [`sections`] in full, and [`growth`]
 //! over several copies.
 
 mod args;
