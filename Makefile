@@ -39,15 +39,15 @@ OUT    := target/$(TARGET)/$(PROFILE)
 
 # Binaries are static: with the C library, too, and with libelf and zlib for libbpf. Without --target, RUSTFLAGS would
 # also reach build scripts and procedural macros, which cannot be static. The folders of sources have fixed names in
-# binaries, so that the same source gives the same binary. A folder with a space cannot be passed on, and keeps its own
-# name. Other profiles than `release` keep all names: a copy of the folder then has all dependencies compiled.
-remap = $(if $(or $(word 2,$(1)),$(filter-out release,$(PROFILE))),,--remap-path-prefix=$(1)=$(2))
+# binaries, so that the same source gives the same binary. Other profiles than `release` keep all names: a copy of the
+# folder then has all dependencies compiled.
+remap = $(if $(filter-out release,$(PROFILE)),,--remap-path-prefix=$(1)=$(2))
 CARGO_FOLDER := $(or $(CARGO_HOME),$(HOME)/.cargo)
 export RUSTFLAGS := -C target-feature=+crt-static $(call remap,$(CURDIR),/usr/src/bpf-memtools) \
 	$(call remap,$(CARGO_FOLDER),/usr/src/cargo) \
 	$(call remap,$(shell rustc --print sysroot 2>/dev/null)/lib/rustlib/src/rust,/usr/src/rust)
 export LIBBPF_SYS_EXTRA_CFLAGS := -ffile-prefix-map=$(CARGO_FOLDER)=/usr/src/cargo
-# scripts/libelf makes the two libraries, and libbpf-sys links them. C_INCLUDE_PATH may have a space, unlike -I in flags.
+# scripts/libelf makes the two libraries, and libbpf-sys links them.
 LIBELF := $(CURDIR)/target/libelf/$(TARGET)
 export LIBBPF_SYS_LIBRARY_PATH_$(subst -,_,$(TARGET)) = $(LIBELF)/lib
 export C_INCLUDE_PATH := $(LIBELF)/include
@@ -77,6 +77,8 @@ build: deps
 	install $(addprefix $(OUT)/,$(TOOLS)) target/$(PROFILE)/
 
 deps:
+	@case "$(CURDIR)$(CARGO_FOLDER)" in *" "*) \
+		echo "make: libbpf cannot be compiled in a folder that has a space in its name ($(CURDIR), $(CARGO_FOLDER))" >&2; exit 1 ;; esac
 	@found=$$(rustc -V 2>/dev/null | cut -d' ' -f2); printf '%s\n' $(RUST) "$$found" | sort -CV || { \
 		echo "make: Rust $(RUST) or later is needed, and $${found:-none} is installed; install it: https://rustup.rs" >&2; exit 1; }
 	@scripts/need $(BUILD_PACKAGES)
