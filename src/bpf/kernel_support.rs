@@ -150,7 +150,7 @@ pub fn preempts_raw_tracepoints() -> bool {
 }
 
 /// Whether the kernel's release is before `major.minor`. Returns false if the release cannot be parsed.
-fn is_before(major: u32, minor: u32) -> bool {
+pub fn is_before(major: u32, minor: u32) -> bool {
     let release = || {
         let name = uname().ok()?;
         let release = name.release().to_str()?;

@@ -18,7 +18,7 @@ pub struct Mount {
 impl Mount {
     /// Returns whether the file system is mounted with this option. For cgroups of version 1, a controller is an
     /// option.
-    pub(crate) fn has_option(&self, option: &str) -> bool {
+    pub fn has_option(&self, option: &str) -> bool {
         self.options().any(|one| one == option)
     }
 
@@ -78,7 +78,7 @@ impl Mounts {
 
     /// Returns the mount point of cgroups of version 1 with the memory controller, the first of several. A mount with
     /// this controller is possible only if the controller is not bound to version 2.
-    pub(crate) fn cgroup1_memory(&self) -> Option<&Path> {
+    pub fn cgroup1_memory(&self) -> Option<&Path> {
         let mut mounts = self.iter();
         mounts
             .find(|mount| mount.kind == "cgroup" && mount.has_option("memory"))

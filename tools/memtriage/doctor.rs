@@ -1,7 +1,8 @@
-//! --doctor: runs each tool for a moment, and shows what this kernel and these privileges allow it to do.
+//! --doctor: shows the conditions of this machine, runs each tool for a moment, and shows what this kernel and these
+//! privileges allow it to do.
 
 use std::io::{self, Write};
-use std::process::{Command, Stdio};
+use std::process::{self, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use memtools::print::output::{Output, Row};
@@ -9,17 +10,19 @@ use memtools::print::text;
 use memtools::run::poll::Poller;
 use serde::Serialize;
 
+use crate::machine;
 use crate::screen::WIDTH;
 use crate::tools::tool_path;
 
 /// Name of the tasks that the tools trace: no task has this name, so that nothing is recorded.
 const NOBODY: &str = "memtools-doctor";
+const MACHINE_HEADER: &str = "MACHINE     MET   WHAT IS THERE";
 const HEADER: &str = "TOOL        RUNS  HOW";
 /// Column at which HOW begins.
 const INDENT: usize = 18;
 
 /// Tools that are run, each with its name in the table and its options.
-const CHECKS: [(&str, &[&str]); 12] = [
+const CHECKS: [(&str, &[&str]); 13] = [
     ("memleak", &["0.1", "1", "-c"]),
     ("memleak -k", &["-k", "-v", "-n", NOBODY, "0.1", "1"]),
     ("mmapsnoop", LOOK),
@@ -32,6 +35,7 @@ const CHECKS: [(&str, &[&str]); 12] = [
     ("swapin", LOOK),
     ("hfaults", LOOK),
     ("oomkill", LOOK),
+    ("heapscan", &["-p"]),
 ];
 
 /// Options of most tools. (In drsnoop, -v is a column, as in BCC's.)
@@ -51,11 +55,16 @@ struct Checked {
     remarks: Vec<String>,
 }
 
-/// Runs the tools one after the other, and prints one or more lines for each. Returns whether all can run.
+/// Prints the conditions of the machine, runs the tools one after the other, and prints one or more lines for each.
+/// Returns whether all tools can run.
 ///
 /// # Errors
 /// If nothing can be printed, or a signal ends the run before all tools were run.
 pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool> {
+    output.header(MACHINE_HEADER)?;
+    for condition in machine::conditions() {
+        output.row(&condition)?;
+    }
     let mut all = true;
     output.header(HEADER)?;
     for (command, options) in CHECKS {
@@ -100,6 +109,9 @@ fn run(command: &'static str, options: &[&str]) -> Result<Checked> {
         // memtriage itself is a program that always exists here, and has an allocator.
         let own = std::env::current_exe().context("failed to find memtriage")?;
         child.arg(shell_words::join([&*own.to_string_lossy(), "--version"]));
+    } else if options.ends_with(&["-p"]) {
+        // memtriage itself, which waits.
+        child.arg(process::id().to_string());
     }
     let ended = child
         .stdin(Stdio::null())
@@ -159,27 +171,44 @@ impl Checked {
 
 impl Row for Checked {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        let runs = if self.works { "yes" } else { "no" };
-        let mut lead = format!("{:<12}{runs:<6}", self.command);
         let not_possible = self.not_possible.iter();
         let not_possible = not_possible.map(|reason| format!("not possible: {reason}"));
-        for what in self
+        let all: Vec<String> = self
             .how
             .iter()
             .chain(&self.remarks)
             .cloned()
             .chain(not_possible)
-        {
-            for line in text::wrapped(&what, WIDTH - INDENT) {
-                writeln!(out, "{lead}{line}")?;
-                lead = " ".repeat(INDENT);
-            }
-        }
-        if lead.trim().is_empty() {
-            return Ok(());
-        }
-        writeln!(out, "{}", lead.trim_end())
+            .collect();
+        write_row(
+            out,
+            self.command,
+            self.works,
+            all.iter().map(String::as_str),
+        )
     }
+}
+
+/// Writes a name, yes or no, and texts, each of which begins on a line of its own.
+pub(crate) fn write_row<'a>(
+    out: &mut dyn Write,
+    name: &str,
+    fit: bool,
+    texts: impl IntoIterator<Item = &'a str>,
+) -> io::Result<()> {
+    let answer = if fit { "yes" } else { "no" };
+    let mut lead = format!("{name:<12}{answer:<6}");
+    for line in texts
+        .into_iter()
+        .flat_map(|text| text::wrapped(text, WIDTH - INDENT))
+    {
+        writeln!(out, "{lead}{line}")?;
+        lead = " ".repeat(INDENT);
+    }
+    if lead.trim().is_empty() {
+        return Ok(());
+    }
+    writeln!(out, "{}", lead.trim_end())
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ mod doctor;
 mod findings;
 mod growing;
 mod huge_pages;
+mod machine;
 mod processes;
 mod rankings;
 mod record;

@@ -30,29 +30,53 @@ pub(super) fn tests() -> Vec<Trial> {
 
 /// Returns the rows of --doctor, one for each tool, and the exit status.
 pub(crate) fn doctor(command: &mut Command) -> Result<(Vec<Value>, ExitStatus)> {
+    let (_, rows, status) = conditions_and_tools(command)?;
+    Ok((rows, status))
+}
+
+/// Returns the rows of --doctor about the machine, the rows of the tools, and the exit status.
+fn conditions_and_tools(command: &mut Command) -> Result<(Vec<Value>, Vec<Value>, ExitStatus)> {
     let output = command.args(["-j", "--doctor"]).output()?;
     let lines = String::from_utf8(output.stdout)?;
     let rows: Vec<Value> = lines.lines().map(harness::object).collect::<Result<_>>()?;
-    ensure!(rows.len() == 12, "{lines} {:?}", output.stderr);
-    Ok((rows, output.status))
+    let (machine, tools): (Vec<_>, Vec<_>) =
+        rows.into_iter().partition(|row| row["type"] == "condition");
+    ensure!(
+        machine.len() == 6 && tools.len() == 13,
+        "{lines} {:?}",
+        output.stderr
+    );
+    Ok((machine, tools, output.status))
+}
+
+/// Returns the names of the conditions that are not met.
+fn unmet(machine: &[Value]) -> Vec<&str> {
+    let unmet = machine.iter().filter(|row| row["met"] == false);
+    unmet.filter_map(|row| row["name"].as_str()).collect()
 }
 
 /// The doctor says that a tool works if, and only if, it runs when it is started by itself.
 fn tools_that_can_run_are_told() -> Result<()> {
     let (rows, status) = doctor(&mut Command::new(tool("memtriage")))?;
     let program = format!("{} --version", tool("vmscan").display());
+    let own = std::process::id().to_string();
     let mut all = true;
     for row in &rows {
         let command = row["command"].as_str().context("no command")?;
         let options = match command {
             "memleak" => vec!["-c", &program, "0.1", "1"],
             "memleak -k" => vec!["-k", "0.1", "1"],
+            "heapscan" => vec!["-p", &own],
             _ => vec!["-d", "0.1"],
         };
         let name = command.split(' ').next().unwrap_or_default();
         let runs = harness::run(name, &options)?.status.success();
         ensure!(row["works"] == runs, "{row}");
-        ensure!(row["how"].is_null() != runs, "{row}");
+        // heapscan traces nothing.
+        ensure!(
+            row["how"].is_null() != (runs && name != "heapscan"),
+            "{row}"
+        );
         let reasons = row["remarks"].as_array().context("no remarks")?;
         ensure!(runs || !reasons.is_empty(), "{row}");
         all &= runs;
@@ -90,7 +114,8 @@ fn tools_without_privilege_tell_what_is_missing() -> Result<()> {
     for name in ["memleak", "vmscan"] {
         harness::copy(&tool(name), &folder.path().join(name))?;
     }
-    let (rows, status) = doctor(Command::new(&alone).uid(65534).gid(65534))?;
+    let (machine, rows, status) = conditions_and_tools(Command::new(&alone).uid(65534).gid(65534))?;
+    ensure!(unmet(&machine).contains(&"privileges"), "{machine:?}");
     for row in &rows {
         let name = row["command"].as_str().context("no command")?;
         let expected = match name {
@@ -106,25 +131,34 @@ fn tools_without_privilege_tell_what_is_missing() -> Result<()> {
     Ok(())
 }
 
-/// Nothing can run without BTF. Without tracefs, everything can run that can run with it.
+/// Nothing but heapscan can run without BTF. Without tracefs, everything can run that can run with it.
 fn tools_without_btf_or_tracefs_tell_what_is_missing() -> Result<()> {
     let (with_all, _) = doctor(&mut Command::new(tool("memtriage")))?;
     let mut command = Command::new(tool("memtriage"));
     without(&mut command, &["/sys/kernel/tracing", "/sys/kernel/debug"]);
-    let (rows, _) = doctor(&mut command)?;
+    let (machine, rows, _) = conditions_and_tools(&mut command)?;
+    ensure!(unmet(&machine).contains(&"tracefs"), "{machine:?}");
     for (row, with_all) in rows.iter().zip(&with_all) {
         ensure!(row["works"] == with_all["works"], "{row}, else {with_all}");
     }
 
     let mut command = Command::new(tool("memtriage"));
     without(&mut command, &["/sys/kernel/btf"]);
-    let (rows, status) = doctor(&mut command)?;
-    for row in &rows {
-        let remark = row["remarks"][0].as_str().unwrap_or_default();
-        ensure!(row["works"] == false, "{row}");
-        ensure!(remark.contains("CONFIG_DEBUG_INFO_BTF=y"), "{row}");
-    }
+    let (machine, rows, status) = conditions_and_tools(&mut command)?;
+    ensure!(unmet(&machine).contains(&"BTF"), "{machine:?}");
+    expect_only_heapscan(&rows, "CONFIG_DEBUG_INFO_BTF=y")?;
     ensure!(status.code() == Some(3), "{status}");
+    Ok(())
+}
+
+/// Checks that heapscan works, which needs no BPF, and that each other tool does not, for the given reason.
+fn expect_only_heapscan(rows: &[Value], reason: &str) -> Result<()> {
+    for row in rows {
+        let is_heapscan = row["command"] == "heapscan";
+        let remark = row["remarks"][0].as_str().unwrap_or_default();
+        ensure!(row["works"] == is_heapscan, "{row}");
+        ensure!(is_heapscan || remark.contains(reason), "{row}");
+    }
     Ok(())
 }
 
@@ -147,7 +181,7 @@ fn locked_down(command: &mut Command, state: &str) -> Result<tempfile::TempDir> 
     Ok(folder)
 }
 
-/// Nothing can run under "confidentiality". Under "integrity", everything can run that can run without lockdown.
+/// Nothing but heapscan can run under "confidentiality". Under "integrity", everything can run that can run without lockdown.
 fn tools_under_lockdown_tell_so() -> Result<()> {
     let (with_all, _) = doctor(&mut Command::new(tool("memtriage")))?;
     let mut command = Command::new(tool("memtriage"));
@@ -160,11 +194,7 @@ fn tools_under_lockdown_tell_so() -> Result<()> {
     let mut command = Command::new(tool("memtriage"));
     let _folder = locked_down(&mut command, "none integrity [confidentiality]\n")?;
     let (rows, status) = doctor(&mut command)?;
-    for row in &rows {
-        let remark = row["remarks"][0].as_str().unwrap_or_default();
-        ensure!(row["works"] == false, "{row}");
-        ensure!(remark.contains("boot with lockdown=integrity"), "{row}");
-    }
+    expect_only_heapscan(&rows, "boot with lockdown=integrity")?;
     ensure!(status.code() == Some(3), "{status}");
     Ok(())
 }
