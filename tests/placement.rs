@@ -6,6 +6,9 @@
 //! function up to the instruction, step by step, with random values in its registers. The second one is checked
 //! by what objdump, which is not our decoder, finds in the whole file.
 
+#[path = "e2e/harness/libraries.rs"]
+mod libraries;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -24,16 +27,19 @@ use nix::unistd::{ForkResult, Pid, fork};
 use object::read::elf::ElfFile64;
 use object::{Object, ObjectSegment};
 
-const LIBRARIES: [&str; 6] = [
-    "libc.so.6",
-    "libstdc++.so.6",
-    "libjemalloc.so.2",
-    "libtcmalloc_minimal.so.4",
-    "libmimalloc.so.2",
-    "ld-musl-x86_64.so.1",
-];
+const FOLDERS: [&str; 2] = [libraries::FOLDER, "/lib"];
 
-const FOLDERS: [&str; 2] = ["/usr/lib/x86_64-linux-gnu", "/lib"];
+/// Returns the names of the libraries.
+fn libraries() -> [&'static str; 6] {
+    [
+        "libc.so.6",
+        "libstdc++.so.6",
+        "libjemalloc.so.2",
+        "libtcmalloc_minimal.so.4",
+        libraries::mimalloc(),
+        "ld-musl-x86_64.so.1",
+    ]
+}
 
 /// Numbers of the arguments that a function's handler may read.
 const ARGUMENTS: [&[u8]; 3] = [&[1], &[1, 2], &[1, 2, 3, 4, 5, 6]];
@@ -65,12 +71,7 @@ impl Library {
             .iter()
             .map(|folder| format!("{folder}/{name}"))
             .find(|path| Path::new(path).exists())
-            .unwrap_or_else(|| {
-                panic!(
-                    "no {name}; run: scripts/need g++ musl libjemalloc2 libtcmalloc-minimal4 \
-                     libmimalloc2.0"
-                )
-            });
+            .unwrap_or_else(|| panic!("no {name}; see TEST_PACKAGES in the Makefile"));
         let bytes = std::fs::read(&path).expect("the library");
         let parsed = ElfFile64::<object::Endianness>::parse(&*bytes).expect("an ELF file");
         let segments: Vec<_> = parsed
@@ -184,7 +185,7 @@ impl Line {
 
 #[test]
 fn only_the_entry_leads_to_a_probe() {
-    for name in LIBRARIES {
+    for name in libraries() {
         let code = Disassembly::of(&Library::open(name, &[]));
         for arguments in ARGUMENTS {
             let library = Library::open(name, arguments);
@@ -218,7 +219,7 @@ fn only_the_entry_leads_to_a_probe() {
 
 #[test]
 fn at_a_probe_all_is_as_at_the_entry() {
-    for (name, arguments) in LIBRARIES
+    for (name, arguments) in libraries()
         .iter()
         .flat_map(|name| ARGUMENTS.map(|all| (name, all)))
     {
@@ -249,7 +250,7 @@ fn at_a_probe_all_is_as_at_the_entry() {
 /// The busiest functions are those that an allocating program calls most.
 #[test]
 fn the_busiest_functions_are_probed_where_it_is_cheap() {
-    for name in LIBRARIES {
+    for name in libraries() {
         let library = Library::open(name, &[1]);
         let code = Disassembly::of(&library);
         for busy in ["malloc", "free", "_Znwm", "_ZdlPv", "_ZdlPvm"] {

@@ -1,5 +1,8 @@
 //! Functions that only pass their calls on, checked against real libraries.
 
+#[path = "e2e/harness/libraries.rs"]
+mod libraries;
+
 use std::fs::File;
 
 use memtools::code::elf;
@@ -7,7 +10,7 @@ use memtools::code::wrappers::{Callee, Calls, Forwarded, Forwarding};
 
 /// Returns what a library's function does with the calls of a function that the library imports.
 fn passing(library: &str, function: &str, passes: Forwarded, other: &str) -> Forwarding {
-    let file = File::open(format!("/usr/lib/x86_64-linux-gnu/{library}"))
+    let file = File::open(format!("{}/{library}", libraries::FOLDER))
         .unwrap_or_else(|error| panic!("{library}: {error}; see TEST_PACKAGES in the Makefile"));
     let found = elf::functions(&file, |name, _| name == function).expect("symbols");
     let [function] = &found[..] else {
@@ -76,7 +79,7 @@ fn allocators_own_operators_do_not() {
     );
     assert_eq!(
         passing(
-            "libmimalloc.so.2",
+            libraries::mimalloc(),
             "mi_free_size",
             Forwarded::Arguments,
             "mi_free"

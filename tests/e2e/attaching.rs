@@ -175,7 +175,7 @@ fn expect_nothing_missed(command: &str) -> Result<()> {
 fn a_command_that_preloads_an_allocator_misses_nothing() -> Result<()> {
     let program = workload("alloc");
     let program = program.to_string_lossy();
-    for library in ["libjemalloc.so.2", "libmimalloc.so.2"] {
+    for library in ["libjemalloc.so.2", harness::mimalloc()] {
         let command = format!("env LD_PRELOAD={library} {program} one malloc 1009 4093");
         expect_nothing_missed(&command)?;
     }
@@ -227,7 +227,7 @@ fn libraries_of_what_a_command_starts_miss_nothing() -> Result<()> {
     let launch = workload("launch");
     let work = |program: &str| format!("'{}' one malloc 1009 4093", workload(program).display());
     let [linked, preloading] = ["alloc-jemalloc", "alloc"].map(work);
-    for library in ["libjemalloc.so.2", "libmimalloc.so.2"] {
+    for library in ["libjemalloc.so.2", harness::mimalloc()] {
         let command = format!("sh -c \"LD_PRELOAD={library} {preloading}; :\"");
         children_miss_nothing(1, &command)?;
     }

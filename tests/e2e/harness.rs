@@ -5,6 +5,7 @@
 
 mod cgroup;
 mod folded;
+mod libraries;
 mod mounted;
 mod needs;
 mod one_cpu;
@@ -26,6 +27,7 @@ use nix::sys::signal::{SigHandler, Signal};
 
 pub(crate) use cgroup::{Cgroup, cannot_make_cgroup, change_events, remove_cgroup};
 pub(crate) use folded::{by_leaf, folded};
+pub(crate) use libraries::mimalloc;
 pub(crate) use mounted::Mounted;
 pub(crate) use needs::{
     Need, NotHere, at_entries, bpf_not_permitted, in_guest, listed, print_slowest, probe_entries,

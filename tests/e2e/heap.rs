@@ -258,7 +258,7 @@ fn blocks_of_musl_are_found() -> Result<()> {
 fn an_allocator_without_a_walk_is_named() -> Result<()> {
     for (library, name) in [
         ("libtcmalloc_minimal.so.4", "tcmalloc"),
-        ("libmimalloc.so.2", "mimalloc"),
+        (harness::mimalloc(), "mimalloc"),
     ] {
         let mut command = Command::new(harness::workload("heap"));
         command.env("LD_PRELOAD", library);

@@ -356,7 +356,7 @@ fn expect_no_leak_of_redis(preload: Option<&str>, allocator: &str) -> Result<()>
 /// jemalloc's blocks are judged themselves, with what they hold.
 fn blocks_that_another_allocators_hold_are_not_lost() -> Result<()> {
     for (program, args, lost, via) in [
-        ("second", &["libmimalloc.so.2", "mi_malloc"][..], 101, 0),
+        ("second", &[harness::mimalloc(), "mi_malloc"][..], 101, 0),
         ("second", &["libtcmalloc_minimal.so.4", "tc_malloc"], 101, 0),
         ("second-je", &[], 101 + 103, 103),
     ] {
