@@ -17,6 +17,7 @@
 #   make test-packages   the release; .deb and .rpm installed, run and removed in roots of Debian 11, 12, 13 and
 #                        testing; the crate installed by cargo without clang; the image run as a pod is
 #   make test-clone SUITE=trixie   built in a clean root of a Debian suite, with the demo and the tests without BPF
+#                        (without SUITE: Debian 13 and testing by turns)
 #   make test-reproducible   the release built once more, elsewhere, and compared
 #   make audit     known vulnerabilities of the dependencies, from a database that only the network has
 #   make bench     overhead beside peers, as ratios
@@ -25,7 +26,8 @@
 PREFIX  ?= /usr/local
 DESTDIR ?=
 SUFFIX  ?=
-SUITE   ?= trixie
+# Today's Debian and the next one by turns.
+SUITE   ?= $(if $(filter 0 1 2,$(shell echo $$(($$(git rev-list --count HEAD 2>/dev/null) % 6)))),trixie,forky)
 KERNEL  ?= 5.10 6.1 6.12 6.18 7.2
 TEST    ?=
 
@@ -91,6 +93,7 @@ test: lint test-host
 
 test-all: test test-vm
 	if scripts/due test-reproducible 1; then $(MAKE) test-reproducible PROFILE=release; \
+	elif scripts/due test-clone 2; then $(MAKE) test-clone PROFILE=$(PROFILE); \
 	elif scripts/due test-packages 0 $(PACKED_BY); then $(MAKE) test-packages PROFILE=release; fi
 
 # What packages are made by, and tested by.
