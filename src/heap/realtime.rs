@@ -19,6 +19,21 @@ impl Realtime {
         }
     }
 
+    /// Raises this thread above the threads and processes that it shares a real-time priority with: those would keep it
+    /// waiting, as the scheduler does not preempt one for another of the same priority.
+    pub(super) fn raise_above_others() {
+        if let Ok(own) = Schedule::own()
+            && own.priority > 0
+        {
+            let above = Schedule {
+                priority: own.priority + 1,
+                ..own
+            };
+            // The kernel refuses a priority above the highest one.
+            let _ = above.set();
+        }
+    }
+
     /// Returns the reason why this thread has no real-time priority: CAP_SYS_NICE is missing, or the cgroup has no
     /// time for real-time threads.
     pub(super) fn refused(&self) -> Option<&io::Error> {
@@ -122,6 +137,22 @@ mod tests {
             let (refused, with, after) = guarded(own).expect("needs no privilege");
             let expected = if refused { own } else { Schedule::REALTIME };
             assert_eq!((with, after), (expected, own));
+        }
+    }
+
+    #[test]
+    fn a_thread_is_raised_above_its_own_priority_if_that_is_real_time() {
+        let raised = || {
+            Realtime::raise_above_others();
+            Schedule::own()
+        };
+        let own = Schedule::own().expect("readable");
+        let found = thread::spawn(raised).join().expect("no panic");
+        assert_eq!(found.expect("readable"), own);
+        if Schedule::REALTIME.set().is_ok() {
+            let found = thread::spawn(raised).join().expect("no panic");
+            assert_eq!(found.expect("readable").priority, 2);
+            own.set().expect("needs no privilege");
         }
     }
 

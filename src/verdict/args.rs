@@ -14,8 +14,8 @@ const MAX_PAUSE: Duration = Duration::from_millis(250);
 /// Options of the copies of a process's memory.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CopyArgs {
-    /// Milliseconds for which the process may be stopped while its memory is copied; a copy that is expected to take longer
-    /// is refused [default: 250]
+    /// Milliseconds for which the process may be stopped while its memory is copied; a copy that takes longer is given up
+    /// [default: 250]
     #[arg(long, value_name = "MS", value_parser = milliseconds)]
     pub max_pause: Option<Duration>,
 

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use memtools::heap::capture::Request;
 use memtools::process::proc::Process;
@@ -25,7 +25,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_thread_that_never_stops_is_refused,
         a_process_under_seccomp_lives_on,
         shared_memory_is_not_brought_in,
-        a_pause_that_is_too_long_is_refused,
+        page_tables_do_not_prolong_a_pause [Once],
+        many_threads_do_not_prolong_a_pause [Once],
+        a_copy_is_given_up_at_the_bound [Once],
         a_process_runs_on_if_memleak_is_killed_in_the_pause,
         a_copy_is_of_one_moment,
         a_copy_of_which_most_was_made_before_is_of_one_moment [SoftDirty],
@@ -128,17 +130,61 @@ fn shared_memory_is_not_brought_in() -> Result<()> {
     Ok(())
 }
 
-fn a_pause_that_is_too_long_is_refused() -> Result<()> {
-    let mut workload = Workload::start("heap", &["0", "200003", "holes"])?;
-    let args = ["-p", &workload.pid(), "--layout", "--max-pause", "1"];
-    let ended = harness::run("heapscan", &args)?;
-    ensure!(
-        ended.status.code() == Some(1)
-            && ended.stderr.contains("would stand still for about")
-            && ended.stderr.contains("more than --max-pause 1 allows"),
-        "{ended:?}"
-    );
+/// Time by which a gap that the target measures may be longer than the bound, for what else the machine does.
+const SLACK: Duration = Duration::from_millis(20);
+
+/// Expects a process to be copied or refused within the bound, by its own clock. Returns what heapscan said. As the
+/// machine may withhold CPU time from the process, the shortest of three measurements counts.
+fn expect_bound(workload: [&str; 2], bound: u64) -> Result<String> {
+    let mut measured = Vec::new();
+    for _ in 0..3 {
+        let mut workload = Workload::start("stopwatch", &workload)?;
+        let args = [
+            "-p",
+            &workload.pid(),
+            "--layout",
+            "--max-pause",
+            &bound.to_string(),
+        ];
+        let ended = harness::run("heapscan", &args)?;
+        let refused = format!(" within --max-pause {bound}");
+        ensure!(
+            ended.status.success() || ended.stderr.contains(&refused),
+            "{ended:?}"
+        );
+        let facts = workload.work()?;
+        let fact = |name: &str| anyhow::Ok(Duration::from_micros(facts[name].parse()?));
+        let longest = fact("gap_us")?;
+        if longest <= Duration::from_millis(bound) + SLACK {
+            return Ok(ended.stderr);
+        }
+        measured.push((longest, ended.stderr));
+    }
+    bail!("more than {bound} ms: {measured:?}")
+}
+
+fn page_tables_do_not_prolong_a_pause() -> Result<()> {
+    expect_bound(["tables", "29"], 10).map(drop)
+}
+
+fn many_threads_do_not_prolong_a_pause() -> Result<()> {
+    let says = expect_bound(["threads", "4001"], 3)?;
+    ensure!(says.contains("threads"), "{says}");
+    // This is enough time.
+    let mut workload = Workload::start("stopwatch", &["threads", "4001"])?;
+    look(&workload.pid(), &[])?;
     workload.work().map(drop)
+}
+
+fn a_copy_is_given_up_at_the_bound() -> Result<()> {
+    let says = expect_bound(["memory", "307"], 5)?;
+    let parts = [
+        "was not copied within --max-pause 5 in ",
+        ", and runs on: ",
+        "; if a longer pause does no harm: --max-pause ",
+    ];
+    ensure!(parts.iter().all(|part| says.contains(part)), "{says}");
+    Ok(())
 }
 
 /// Returns the PID of the process that traces a process, and the state of the traced process. The kernel names
@@ -232,8 +278,6 @@ fn a_copy_of_which_most_was_made_before_is_of_one_moment() -> Result<()> {
 fn what_was_copied_before_is_not_copied_again() -> Result<()> {
     let mut workload = Workload::start("heap", &["0", "50021", "holes"])?;
     let pid = workload.pid();
-    let refused = harness::run("heapscan", &["-p", &pid, "--layout", "--max-pause", "1"])?;
-    ensure!(refused.stderr.contains(": --pre-copy"), "{refused:?}");
     let args = ["-p", &pid, "--layout", "-j", "--max-pause", "60000"];
     let whole = harness::run("heapscan", &args)?.objects()?;
     let ended = harness::run("heapscan", &[&args[..], &["--pre-copy"]].concat())?;

@@ -245,7 +245,7 @@ fn exit_reason(pid: u32, tid: u32) -> ExitReason {
     if code & 0x7f == libc::SIGKILL as u64 {
         return ExitReason::Killed;
     }
-    let general = stop::register_set(tid, libc::NT_PRSTATUS, 8 * GENERAL_REGISTERS.len());
+    let general = stop::register_set(tid, libc::NT_PRSTATUS);
     let at = GENERAL_REGISTERS
         .iter()
         .position(|&name| name == "orig_rax");

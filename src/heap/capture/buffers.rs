@@ -7,13 +7,15 @@
 //! The copy of an image has its pages in order and without gaps. If pages have appeared or disappeared in between,
 //! other pages are moved within the copy, after the process runs again.
 
-use std::io;
+use std::mem;
 use std::ops::Range;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use memmap2::MmapMut;
 
-use super::copy;
+use super::copy::{self, CopyPages};
+use super::crew::{Crew, Late, Until};
 use super::pages::{Found, Pages};
 use crate::heap::clear_refs::{self, PageMarks};
 use crate::heap::page_index::PAGE;
@@ -35,8 +37,8 @@ pub(super) struct CopyBuffers {
     copy: MmapMut,
     /// Buffer for the pages that are copied during the stop, if other pages were copied before.
     stop_buffer: Option<MmapMut>,
-    /// Buffers that the copying threads read into first.
-    near: Vec<MmapMut>,
+    /// Copy that was not finished in time, and has one of the buffers.
+    unfinished: Option<Arc<CopyPages>>,
 }
 
 impl CopyBuffers {
@@ -51,7 +53,7 @@ impl CopyBuffers {
             frames: Vec::new(),
             copy: copy::buffer(usize::try_from(bytes)?)?,
             stop_buffer: None,
-            near: copy::staging_buffers()?,
+            unfinished: None,
         })
     }
 
@@ -59,19 +61,30 @@ impl CopyBuffers {
     ///
     /// # Errors
     /// If the marks cannot be cleared, if the frames of the pages are not shown to us, or if the buffer is too small.
-    pub(super) fn pre_copy(&mut self, pid: u32, pages: &Pages, wanted: PageRuns) -> Result<()> {
+    pub(super) fn pre_copy(
+        &mut self,
+        crew: &mut Crew,
+        pages: &Pages,
+        wanted: PageRuns,
+    ) -> Result<Result<(), Late>> {
+        let pid = pages.pid();
         clear_refs::clear(pid, PageMarks::Written)?;
-        self.frames = pages
-            .pfns(&wanted)
-            .with_context(|| format!("failed to list the pages of process {pid}"))?;
+        match pages.pfns(crew, wanted.iter().cloned(), Until::PROGRESS)? {
+            Ok(frames) => self.frames = frames,
+            Err(late) => return Ok(Err(late)),
+        }
         ensure!(
             self.frames.is_empty() || self.frames.iter().any(|&frame| frame != 0),
             "the kernel does not tell where the pages of process {pid} are{}",
             capabilities::remedy(Capability::CAP_SYS_ADMIN)
         );
-        self.unread = copy::copy(pid, &wanted, &mut self.copy, &mut self.near)?;
+        self.stop_buffer = None;
+        match self.copy(crew, pid, &wanted, Until::PROGRESS)? {
+            Ok(unread) => self.unread = unread,
+            Err(late) => return Ok(Err(late)),
+        }
         self.early = wanted;
-        Ok(())
+        Ok(Ok(()))
     }
 
     /// Allocates the buffer for this many bytes that will be copied during the stop.
@@ -88,36 +101,42 @@ impl CopyBuffers {
     ///
     /// # Errors
     /// If the process has exited.
-    pub(super) fn pending(&self, pages: &Pages, found: &Found) -> io::Result<PageRuns> {
+    pub(super) fn pending(
+        &self,
+        crew: &mut Crew,
+        pages: &Pages,
+        found: &Found,
+        until: Until,
+    ) -> Result<Result<PageRuns, Late>> {
+        if self.early.is_empty() {
+            return Ok(Ok(found.wanted.clone()));
+        }
         let early = page_runs::difference(&self.early, &self.unread);
         let known = page_runs::difference(&early, &found.written);
         let known = page_runs::intersection(&found.wanted, &known);
-        let moved = self.moved(&known, |page| pages.pfn(page))?;
-        let known = page_runs::difference(&known, &moved);
-        Ok(page_runs::difference(&found.wanted, &known))
+        let probes = probes(&known);
+        let probed = probes.iter().map(|&page| page..page + PAGE);
+        let frames = pages.pfns(crew, probed, until)?;
+        Ok(frames.map(|frames| {
+            let moved = self.moved(&probes, &frames);
+            let known = page_runs::difference(&known, &moved);
+            page_runs::difference(&found.wanted, &known)
+        }))
     }
 
-    /// Returns the address ranges whose page tables have been replaced since the early copy. Only one of the unmarked
-    /// pages `known` is looked at in each page table.
-    fn moved(
-        &self,
-        known: &[Range<u64>],
-        frame: impl Fn(u64) -> io::Result<u64>,
-    ) -> io::Result<PageRuns> {
+    /// Returns the address ranges whose page tables have been replaced since the early copy, by the frames that the
+    /// [probes] are in now.
+    fn moved(&self, probes: &[u64], frames: &[u64]) -> PageRuns {
         let places = Places::of(&self.early);
-        let (mut moved, mut next) = (PageRuns::new(), 0);
-        for run in known {
-            while next < run.end {
-                let page = run.start.max(next);
-                let table = page - page % TABLE..page - page % TABLE + TABLE;
-                let before = self.frames[places.of_run(&(page..page + PAGE)).start / PAGE as usize];
-                if frame(page)? != before {
-                    page_runs::add(&mut moved, table.clone());
-                }
-                next = table.end;
+        let mut moved = PageRuns::new();
+        for (&page, &frame) in probes.iter().zip(frames) {
+            let place = places.of_run(&(page..page + PAGE)).start / PAGE as usize;
+            if self.frames.get(place) != Some(&frame) {
+                let table = page - page % TABLE;
+                page_runs::add(&mut moved, table..table + TABLE);
             }
         }
-        Ok(moved)
+        moved
     }
 
     /// Whether the buffers are large enough for all wanted pages, of which `due` are still to be copied.
@@ -129,14 +148,41 @@ impl CopyBuffers {
         page_runs::bytes(wanted) <= self.copy.len() as u64 && page_runs::bytes(due) <= late as u64
     }
 
-    /// Copies the due pages of a process that stands still. Returns the pages that could not be read, which are
-    /// zeros.
+    /// Copies pages of a process. Returns those that could not be read, which are zeros.
     ///
     /// # Errors
     /// If the buffer is too small.
-    pub(super) fn copy(&mut self, pid: u32, due: &[Range<u64>]) -> Result<PageRuns> {
+    pub(super) fn copy(
+        &mut self,
+        crew: &mut Crew,
+        pid: u32,
+        due: &[Range<u64>],
+        until: Until,
+    ) -> Result<Result<PageRuns, Late>> {
         let into = self.stop_buffer.as_mut().unwrap_or(&mut self.copy);
-        copy::copy(pid, due, into, &mut self.near)
+        let nothing = MmapMut::map_anon(1).context("no memory")?;
+        let job = CopyPages::new(pid, due, mem::replace(into, nothing))?;
+        self.unfinished = Some(Arc::new(job));
+        let job = self.unfinished.clone().context("no copy")?;
+        Ok(match crew.run(job, until) {
+            Ok(()) => Ok(self.recover()?),
+            Err(late) => Err(late),
+        })
+    }
+
+    /// Takes the buffer back from a copy. The crew must have finished the copy or ended. Returns the pages that could
+    /// not be read.
+    ///
+    /// # Errors
+    /// If a worker may still write to the buffer.
+    pub(super) fn recover(&mut self) -> Result<PageRuns> {
+        let Some(job) = self.unfinished.take() else {
+            return Ok(PageRuns::new());
+        };
+        let job = Arc::into_inner(job).context("a copy has not ended")?;
+        let (buffer, unread) = job.finish();
+        *self.stop_buffer.as_mut().unwrap_or(&mut self.copy) = buffer;
+        Ok(unread)
     }
 
     /// Returns the copy of all wanted pages, in order, of which `due` were copied during the stop.
@@ -149,6 +195,19 @@ impl CopyBuffers {
         }
         Ok(self.copy)
     }
+}
+
+/// Returns the first of the pages `known` in each page table.
+fn probes(known: &[Range<u64>]) -> Vec<u64> {
+    let (mut probes, mut next) = (Vec::new(), 0);
+    for run in known {
+        while next < run.end {
+            let page = run.start.max(next);
+            probes.push(page);
+            next = page - page % TABLE + TABLE;
+        }
+    }
+    probes
 }
 
 /// Turns a copy of the pages `early` into a copy of the pages `wanted`. Pages that are `due` are taken from `late`.
@@ -307,18 +366,17 @@ mod tests {
             frames: vec![77; 9],
             copy: MmapMut::map_anon(12 * PAGE as usize).expect("memory"),
             stop_buffer: Some(MmapMut::map_anon(5 * PAGE as usize).expect("memory")),
-            near: Vec::new(),
+            unfinished: None,
         };
         let found = Found {
             wanted: runs(&[2..8, 9..12]),
             written: runs(&[3..4, 11..12]),
         };
         let ours = Pages::open(std::process::id()).expect("our own");
+        let mut crew = Crew::start().expect("processes");
         // We have no pages at these addresses, so no frame is that of the copy.
-        assert_eq!(
-            buffers.pending(&ours, &found).expect("readable"),
-            found.wanted
-        );
+        let pending = buffers.pending(&mut crew, &ours, &found, Until::PROGRESS);
+        assert_eq!(pending.expect("readable"), Ok(found.wanted.clone()));
         let due = runs(&[3..4, 7..8, 10..12]);
         assert!(buffers.has_capacity_for(&found.wanted, &due));
         assert!(!buffers.has_capacity_for(&found.wanted, &found.wanted));
@@ -334,34 +392,20 @@ mod tests {
             early,
             copy: MmapMut::map_anon(1).expect("memory"),
             stop_buffer: None,
-            near: Vec::new(),
+            unfinished: None,
         };
         let known = runs(&[505..520, 590..595, 1025..1026, 1600..1601]);
-        let moved = |asked: &mut Vec<u64>, moved: &[u64]| {
-            let asked = std::cell::RefCell::new(asked);
-            let frame = |page: u64| {
-                asked.borrow_mut().push(page / PAGE);
-                let number = match page / PAGE {
-                    page @ 500..600 => page - 500,
-                    page @ 1024..1026 => page - 924,
-                    _ => 102,
-                };
-                Ok(number
-                    + if moved.contains(&(page / PAGE)) {
-                        1000
-                    } else {
-                        0
-                    })
-            };
-            buffers.moved(&known, frame).expect("no error")
+        let probes = probes(&known);
+        assert_eq!(probes, [505, 512, 1025, 1600].map(|page| page * PAGE));
+        let moved = |moved: &[usize]| {
+            let mut frames = [5, 12, 101, 102];
+            for &at in moved {
+                frames[at] += 1000;
+            }
+            buffers.moved(&probes, &frames)
         };
-        let mut asked = Vec::new();
-        assert_eq!(moved(&mut asked, &[]), []);
-        assert_eq!(asked, [505, 512, 1025, 1600]);
-        assert_eq!(moved(&mut asked, &[512]), runs(&[512..1024]));
-        assert_eq!(
-            moved(&mut asked, &[505, 1025, 1600]),
-            runs(&[0..512, 1024..2048])
-        );
+        assert_eq!(moved(&[]), []);
+        assert_eq!(moved(&[1]), runs(&[512..1024]));
+        assert_eq!(moved(&[0, 2, 3]), runs(&[0..512, 1024..2048]));
     }
 }

@@ -1,34 +1,39 @@
 //! Capture of the image of a live process.
 //!
-//! [`Request::take`] checks first what can go wrong. It refuses, with the reason, rather than hold a process for
-//! longer than allowed. Then it allocates the buffers for the copy (`buffers`) and stops the threads (`stop`). While
-//! they stand still, it copies (`copy`) their registers, the mappings, and the pages that are present (`pages`).
-//! Nothing is judged until the threads run again. Most pages can be copied before the stop, where the kernel marks
-//! pages that are written later (`soft_dirty`). A command can instead be held at its exit, and be copied there
+//! [`Request::take`] checks first what can go wrong. Then it allocates the buffers for the copy (`buffers`), and stops
+//! the threads (`stop`). While they are stopped, it copies their registers, and has others (`crew`) list the mappings
+//! and the pages that are present (`pages`) and copy these (`copy`). The clock is watched all the time (`bound`): if
+//! the pause reaches its bound, or if a read does not return, the threads run on at once, and the copy is tried
+//! again. Nothing is judged until the threads run again. Most pages can be copied before the stop, where the kernel
+//! marks pages that are written later (`soft_dirty`). A command can instead be held at its exit, and be copied there
 //! ([`at_exit`]).
 
 #[cfg(target_arch = "x86_64")]
 #[path = "x86_64.rs"]
 mod arch;
 pub mod at_exit;
+mod bound;
 mod buffers;
 mod copy;
+mod crew;
 mod pages;
 mod soft_dirty;
 mod stop;
 mod tries;
 
+use std::convert::Infallible;
 use std::fs;
-use std::io;
 use std::panic;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use memmap2::MmapMut;
 
 use crate::heap::area::Area;
 use crate::heap::clear_refs;
-use crate::heap::idle::Watch;
+use crate::heap::idle::{IdlePages, Watch};
 use crate::heap::image::{Image, Thread};
 use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::realtime::Realtime;
@@ -36,24 +41,22 @@ use crate::host::values::Values;
 use crate::print::{clock, text};
 use crate::process::proc;
 use crate::process::proc::Process;
+use crate::process::reader;
 use crate::process::translator;
 
+use bound::{Overrun, Overruns, Pause, Step};
 use buffers::CopyBuffers;
-use pages::{Found, Pages};
-use stop::{Stopped, UnstoppedThread};
+use crew::{Crew, Late, Until};
+use pages::Pages;
+use stop::{Stopped, Unstopped, UnstoppedThread};
 use tries::Tries;
 
 /// Number of times that a process may outgrow the buffers for its copy.
 const GROWN: usize = 3;
 /// Bytes by which a process may grow between the look at its size and its stop.
 const SLACK: u64 = 16 << 20;
-/// Predicted time to stop a thread and to read its registers. 751 threads took 21 to 23 ms.
-const THREAD: Duration = Duration::from_micros(30);
-/// Ratio of the time of a copy from another process to that of a copy of as much within a process. 1 GB took 69 to 72
-/// ms instead of 36 to 39 ms on two idle CPUs, as each page has to be found and held.
-const COPY: f64 = 2.0;
-/// Predicted time to find the pages of a gigabyte.
-const FIND: Duration = Duration::from_millis(5);
+/// Maximum number of bytes of /proc/PID/maps.
+const MAPS: usize = 1 << 30;
 
 /// Bytes of memory that it takes to judge a block, with the references in it. 77 bytes were measured, of ten million
 /// blocks.
@@ -61,11 +64,26 @@ const JUDGED_BYTES: u64 = 80;
 
 /// Outcome of one try at an image.
 enum Taken {
-    Image(Box<Image>),
+    Copied(Box<Copied>),
     /// A thread did not stop in time.
     Late(UnstoppedThread),
     /// The process has outgrown the buffers for its copy.
     Outgrown,
+    /// The pause has reached its bound.
+    Over(Overrun),
+}
+
+/// What was copied of a process, besides the content of its pages.
+struct Copied {
+    threads: Vec<Thread>,
+    areas: Vec<Area>,
+    wanted: PageRuns,
+    /// Pages that were copied during the stop.
+    due: PageRuns,
+    unread: u64,
+    idle: Option<IdlePages>,
+    paused: Duration,
+    copied_ns: u64,
 }
 
 /// Parameters of the capture of a process.
@@ -73,7 +91,7 @@ enum Taken {
 pub struct Request<'a> {
     /// Target process, which must be a 64-bit program.
     pub process: &'a Process,
-    /// Limit on the predicted time for which the process's threads stand still.
+    /// Bound on the time for which the process's threads are stopped at once.
     pub max_pause: Duration,
     /// Whether most of the process's memory is copied before the process stands still, and during the stop only what
     /// has been written since then. This takes CAP_SYS_ADMIN.
@@ -83,18 +101,48 @@ pub struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Takes an image. Shortcomings are reported on stderr. If a thread does not stop in time,
-    /// all threads go on, and further tries follow, over about 3 seconds.
+    /// Takes an image. Shortcomings are reported on stderr. If a thread does not stop in time, or if the pause reaches
+    /// its bound, all threads go on, and further tries follow, over about 3 seconds.
     ///
     /// # Errors
-    /// If the process is traced already, has memory in swap, would stand still for longer than allowed, is run by a
-    /// binary translator, has a thread that never stops in time, or has exited. Also if there is no memory for a
-    /// copy, or, for a copy before the stop, if the kernel does not tell which pages are written after that, or if the
-    /// process itself uses what tells it. In each case the process runs on.
+    /// If the process is traced already, has memory in swap, is not copied within the bound in any try, does not
+    /// answer, is run by a binary translator, has a thread that never stops in time, or has exited. Also if there is no
+    /// memory for a copy, or, for a copy before the stop, if the kernel does not tell which pages are written after
+    /// that, or if the process itself uses what tells it. In each case the process runs on.
     pub fn take(&self) -> Result<Image> {
-        let process = self.process;
-        let pid = process.pid();
-        check(process)?;
+        let pid = self.process.pid();
+        check(self.process)?;
+        self.expect_marks()?;
+        let mut pages = Pages::open(pid)?;
+        let (mut tries, mut overruns) = (Tries::begin(), Overruns::of(self.max_pause));
+        let (mut grown, mut kept) = (0, None);
+        while grown < GROWN {
+            let mut buffers = self.prepare(&mut pages, kept.take())?;
+            match self.try_once(&mut pages, &mut buffers, overruns.release())? {
+                Taken::Copied(copied) => {
+                    if let Some(message) = tries.message() {
+                        crate::message!("{message}");
+                    }
+                    return self.image(*copied, buffers);
+                }
+                Taken::Late(late) => tries.wait(late)?,
+                Taken::Outgrown => {
+                    grown += 1;
+                    continue;
+                }
+                Taken::Over(overrun) => match overruns.add(overrun) {
+                    Some(gap) => thread::sleep(gap),
+                    None => bail!(overruns.refusal(pid, self.other_remedy())),
+                },
+            }
+            kept = Some(buffers);
+        }
+        bail!("process {pid} grew faster than room for its copy was made, {GROWN} times; try again")
+    }
+
+    /// Fails if the copy has to be made before the stop, and cannot be.
+    fn expect_marks(&self) -> Result<()> {
+        let pid = self.process.pid();
         if self.pre_copy
             && let Some(number) = clear_refs::open_in(pid)
         {
@@ -109,56 +157,31 @@ impl Request<'_> {
                  copied before process {pid} stands still: leave out --pre-copy"
             );
         }
-        let rate = copy::rate()?;
-        let mut pages = Pages::open(pid)?;
-        let (mut tries, mut grown) = (Tries::begin(), 0);
-        while grown < GROWN {
-            let buffers = self.allocate_buffers(&mut pages, rate)?;
-            // When a try's thread ends, the kernel releases a target thread that the try has asked to stop and that
-            // was late.
-            let taken = thread::scope(|scope| {
-                let taker = scope.spawn(|| self.stop_and_copy(&mut pages, buffers, rate));
-                taker
-                    .join()
-                    .unwrap_or_else(|panicked| panic::resume_unwind(panicked))
-            });
-            match taken? {
-                Taken::Image(image) => {
-                    if let Some(message) = tries.message() {
-                        crate::message!("{message}");
-                    }
-                    return Ok(*image);
-                }
-                Taken::Late(late) => tries.wait(late)?,
-                Taken::Outgrown => grown += 1,
-            }
-        }
-        bail!("process {pid} grew faster than room for its copy was made, {GROWN} times; try again")
+        Ok(())
     }
 
-    /// Allocates the buffers for the copy, and copies what can be copied before the stop.
-    fn allocate_buffers(&self, pages: &mut Pages, rate: f64) -> Result<CopyBuffers> {
+    /// Allocates the buffers for the copy, unless a try before has, and copies what can be copied before the stop.
+    fn prepare(&self, pages: &mut Pages, kept: Option<CopyBuffers>) -> Result<CopyBuffers> {
         let pid = self.process.pid();
-        let (_, found) = list_pages(pid, pages, false)?;
+        if let Some(kept) = kept.filter(|_| !self.pre_copy) {
+            return Ok(kept);
+        }
+        let mut crew = Crew::start()?;
+        let (_, found) = answered(pid, pages.list(&mut crew, false, Until::PROGRESS)?)?;
         let bytes = page_runs::bytes(&found.wanted);
-        let mut work = Work {
-            all: bytes,
-            due: bytes,
-            threads: fs::read_dir(format!("/proc/{pid}/task")).map_or(1, Iterator::count),
-        };
         if !self.pre_copy {
-            self.expect_allowed_pause(&work, rate)?;
+            self.expect_possible(bytes)?;
         }
         let capacity = bytes + bytes / 16 + SLACK;
         expect_memory_to_copy(pid, capacity)?;
         let mut buffers = CopyBuffers::empty(capacity)?;
         if self.pre_copy {
-            buffers.pre_copy(pid, pages, found.wanted)?;
-            let (_, found) = list_pages(pid, pages, true)?;
-            work.all = page_runs::bytes(&found.wanted);
-            work.due = page_runs::bytes(&pending_pages(pid, pages, &buffers, &found)?);
-            self.expect_allowed_pause(&work, rate)?;
-            let late = work.due + work.due / 4 + SLACK;
+            answered(pid, buffers.pre_copy(&mut crew, pages, found.wanted)?)?;
+            let (_, found) = answered(pid, pages.list(&mut crew, true, Until::PROGRESS)?)?;
+            let due = buffers.pending(&mut crew, pages, &found, Until::PROGRESS)?;
+            let due = page_runs::bytes(&answered(pid, due)?);
+            self.expect_possible(due)?;
+            let late = due + due / 4 + SLACK;
             let what = format!("a copy of what process {pid} writes meanwhile takes");
             expect_memory(&what, late, available())?;
             buffers.allocate_stop_buffer(late)?;
@@ -166,144 +189,247 @@ impl Request<'_> {
         Ok(buffers)
     }
 
-    fn stop_and_copy(
+    /// Fails if no machine could copy the process within the bound. `due` are the bytes that are to be copied.
+    fn expect_possible(&self, due: u64) -> Result<()> {
+        let pid = self.process.pid();
+        let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(1, Iterator::count);
+        match bound::hopeless(pid, self.max_pause, due, threads, copy::workers()) {
+            Some(message) => bail!("{message}{}", self.other_remedy()),
+            None => Ok(()),
+        }
+    }
+
+    /// Stops the process once and tries to copy it.
+    fn try_once(
         &self,
         pages: &mut Pages,
-        mut buffers: CopyBuffers,
-        rate: f64,
+        buffers: &mut CopyBuffers,
+        release: Duration,
     ) -> Result<Taken> {
-        let pid = self.process.pid();
         let realtime = Realtime::begin();
-        let start = Instant::now();
-        let stopped = match Stopped::stop(pid)? {
-            Ok(stopped) => stopped,
-            Err(late) => return Ok(Taken::Late(late)),
-        };
-        let copied_ns = clock::monotonic_ns();
-        let threads = stopped.registers();
-        let (areas, found) = list_pages(pid, pages, self.pre_copy)?;
-        let due = pending_pages(pid, pages, &buffers, &found)?;
-        let wanted = found.wanted;
-        if !buffers.has_capacity_for(&wanted, &due) {
-            return Ok(Taken::Outgrown);
-        }
-        let work = Work {
-            all: page_runs::bytes(&wanted),
-            due: page_runs::bytes(&due),
-            threads: stopped.count(),
-        };
-        let foretold = work.predict_pause(rate);
-        if foretold > self.max_pause {
-            drop(stopped);
-            return Err(self.refusal(&work, foretold));
-        }
-        let idle = self
-            .idle
-            .map(|watch| watch.sample(pages.pagemap(), &wanted));
-        let mut idle = idle.transpose()?;
-        let unread = buffers.copy(pid, &due)?;
-        drop(stopped);
-        let paused = start.elapsed();
-        if let (Some(watch), Some(pages)) = (self.idle, &mut idle) {
-            pages.reclaim_scanned = watch.reclaim_scanned();
-        }
-        if let Some(error) = realtime.refused() {
+        let mut crew = Crew::start()?;
+        // When a try's thread ends, the kernel releases a target thread that the try has asked to stop and that was
+        // late.
+        let taken = thread::scope(|scope| {
+            let taker = scope.spawn(|| self.stop_and_copy(&mut crew, pages, buffers, release));
+            let taken = taker.join();
+            taken.unwrap_or_else(|panicked| panic::resume_unwind(panicked))
+        });
+        if let (Ok(Taken::Copied(_)), Some(error)) = (&taken, realtime.refused()) {
             crate::message!(
                 "without real-time priority (SCHED_FIFO: {error}), the pause is longer on a busy machine"
             );
         }
         drop(realtime);
+        let has_ended = crew.end();
+        match taken {
+            Ok(Taken::Over(overrun)) if !has_ended || overrun.late.is_stalled => {
+                Err(no_answer(self.process.pid()))
+            }
+            Ok(Taken::Over(overrun)) => {
+                buffers.recover()?;
+                Ok(Taken::Over(overrun))
+            }
+            taken => taken,
+        }
+    }
+
+    fn stop_and_copy(
+        &self,
+        crew: &mut Crew,
+        pages: &mut Pages,
+        buffers: &mut CopyBuffers,
+        release: Duration,
+    ) -> Result<Taken> {
+        // This thread watches the clock, while the crew takes all CPUs.
+        Realtime::raise_above_others();
+        let stopped = match Stopped::stop(self.process.pid(), self.max_pause, release)? {
+            Ok(stopped) => stopped,
+            Err(Unstopped::Thread(late)) => return Ok(Taken::Late(late)),
+            Err(Unstopped::Over(overrun)) => return Ok(Taken::Over(overrun)),
+        };
+        let copied_ns = clock::monotonic_ns();
+        let (pause, since) = (stopped.pause, Instant::now());
+        let threads = match stopped.registers() {
+            Ok(threads) => threads,
+            Err(late) => {
+                let release = stopped.release();
+                let overrun = pause.overrun(Step::Registers, since, late);
+                return Ok(Taken::Over(Overrun { release, ..overrun }));
+            }
+        };
+        // Another thread works, so that this one can watch the clock.
+        thread::scope(|scope| {
+            let (finished, end) = mpsc::channel::<Infallible>();
+            let copier = scope.spawn(move || {
+                let taken = self.copy_stopped(pause, crew, pages, buffers);
+                drop(finished);
+                taken
+            });
+            let in_time = end.recv_timeout(pause.left()) == Err(RecvTimeoutError::Disconnected);
+            let release = stopped.release();
+            let paused = pause.begin.elapsed();
+            let taken = copier.join();
+            Ok(
+                match taken.unwrap_or_else(|panicked| panic::resume_unwind(panicked))? {
+                    Taken::Copied(copied) if in_time => Taken::Copied(Box::new(Copied {
+                        threads,
+                        paused,
+                        copied_ns,
+                        ..*copied
+                    })),
+                    // The copy was finished when the process ran again.
+                    Taken::Copied(_) => {
+                        let overrun = pause.overrun(Step::Copy, since, Late::NOTHING);
+                        Taken::Over(Overrun { release, ..overrun })
+                    }
+                    Taken::Over(overrun) => Taken::Over(Overrun { release, ..overrun }),
+                    other => other,
+                },
+            )
+        })
+    }
+
+    /// Copies a stopped process, unless the pause reaches its bound.
+    fn copy_stopped(
+        &self,
+        pause: Pause,
+        crew: &mut Crew,
+        pages: &mut Pages,
+        buffers: &mut CopyBuffers,
+    ) -> Result<Taken> {
+        let until = Until { at: pause.end };
+        let over = |step, since, late| Ok(Taken::Over(pause.overrun(step, since, late)));
+        let since = Instant::now();
+        let (areas, found) = match pages.list(crew, self.pre_copy, until)? {
+            Ok(listed) => listed,
+            Err(late) => return over(Step::List, since, late),
+        };
+        let due = match buffers.pending(crew, pages, &found, until)? {
+            Ok(due) => due,
+            Err(late) => return over(Step::List, since, late),
+        };
+        let wanted = found.wanted;
+        if !buffers.has_capacity_for(&wanted, &due) {
+            return Ok(Taken::Outgrown);
+        }
+        let since = Instant::now();
+        let sample = |watch: &Watch| watch.sample(pages.pagemap(), &wanted, until.at);
+        let idle = match self.idle.map(sample).transpose()? {
+            Some(None) => return over(Step::Idle, since, Late::NOTHING),
+            sampled => sampled.flatten(),
+        };
+        let since = Instant::now();
+        let unread = match buffers.copy(crew, self.process.pid(), &due, until)? {
+            Ok(unread) => unread,
+            Err(late) => return over(Step::Copy, since, late),
+        };
+        Ok(Taken::Copied(Box::new(Copied {
+            threads: Vec::new(),
+            areas,
+            unread: page_runs::bytes(&unread),
+            wanted,
+            due,
+            idle,
+            paused: Duration::ZERO,
+            copied_ns: 0,
+        })))
+    }
+
+    /// Makes the image of what was copied, after the process has been released.
+    fn image(&self, mut copied: Copied, buffers: CopyBuffers) -> Result<Image> {
+        let pid = self.process.pid();
         self.process.expect_running()?;
+        if let (Some(watch), Some(pages)) = (self.idle, &mut copied.idle) {
+            pages.reclaim_scanned = watch.reclaim_scanned();
+        }
         if self.pre_copy {
             crate::message!(
                 "of {} of process {pid}, {} were copied while it stood still",
-                text::bytes(work.all),
-                text::bytes(work.due)
+                text::bytes(page_runs::bytes(&copied.wanted)),
+                text::bytes(page_runs::bytes(&copied.due))
             );
         }
-        let mut image = Image {
-            areas,
-            paused,
-            copied_ns,
-            unread: page_runs::bytes(&unread),
-            idle,
-            ..image_without_memory(pid, threads)
-        };
-        let copy = buffers.finish(&wanted, &due)?;
-        image.set_memory(wanted, copy)?;
-        Ok(Taken::Image(Box::new(image)))
+        let copy = buffers.finish(&copied.wanted, &copied.due)?;
+        copied.image(pid, copy)
     }
 
-    /// Fails if the predicted pause is longer than allowed.
-    fn expect_allowed_pause(&self, work: &Work, rate: f64) -> Result<()> {
-        let foretold = work.predict_pause(rate);
-        if foretold > self.max_pause {
-            return Err(self.refusal(work, foretold));
-        }
-        Ok(())
-    }
-
-    /// Returns the error about a pause that would be too long. The process must run by then, as this function may try
-    /// whether the kernel has soft-dirty marks.
-    fn refusal(&self, work: &Work, foretold: Duration) -> anyhow::Error {
-        let or = if !self.pre_copy && soft_dirty::is_supported().unwrap_or(false) {
+    /// Returns a remedy besides a higher bound, for messages. The process must run, as this function may try whether the
+    /// kernel has soft-dirty marks.
+    fn other_remedy(&self) -> &'static str {
+        if !self.pre_copy && soft_dirty::is_supported().unwrap_or(false) {
             ", or have most of it copied before: --pre-copy"
         } else {
             ""
+        }
+    }
+}
+
+impl Copied {
+    fn image(self, pid: u32, copy: MmapMut) -> Result<Image> {
+        let mut threads = self.threads;
+        for thread in &mut threads {
+            thread.comm = comm(&format!("/proc/{pid}/task/{}/comm", thread.tid));
+        }
+        let mut image = Image {
+            pid,
+            comm: comm(&format!("/proc/{pid}/comm")),
+            threads,
+            areas: self.areas,
+            paused: self.paused,
+            copied_ns: self.copied_ns,
+            unread: self.unread,
+            idle: self.idle,
+            ..Image::default()
         };
-        anyhow!(
-            "process {} would stand still for about {} ms ({} MB of memory, {} threads), \
-             more than --max-pause {} allows; if that does no harm: --max-pause {}{or}",
-            self.process.pid(),
-            foretold.as_millis(),
-            work.due / 1_000_000,
-            work.threads,
-            self.max_pause.as_millis(),
-            (foretold.as_millis() * 3 / 2).next_multiple_of(10)
-        )
+        image.set_memory(self.wanted, copy)?;
+        Ok(image)
     }
 }
 
-/// Amount of work that is done while a process stands still.
-struct Work {
-    /// Bytes of the process's memory.
-    all: u64,
-    /// Bytes that are copied during the stop.
-    due: u64,
-    threads: usize,
+/// Returns the result of reading a process that runs, or the error that the process did not answer.
+fn answered<T>(pid: u32, read: Result<T, Late>) -> Result<T> {
+    read.map_err(|_| no_answer(pid))
 }
 
-impl Work {
-    /// Predicts how long the work takes. `rate` is the speed of a copy within a process, in bytes per second.
-    fn predict_pause(&self, rate: f64) -> Duration {
-        let threads = THREAD * u32::try_from(self.threads).unwrap_or(u32::MAX);
-        let copy = Duration::from_secs_f64(self.due as f64 / rate * COPY);
-        threads + FIND.mul_f64(self.all as f64 / 1e9) + copy
-    }
+fn no_answer(pid: u32) -> anyhow::Error {
+    anyhow!(
+        "process {pid} did not answer, and runs on: a page of its memory cannot be read (a file whose server does not \
+         answer, such as FUSE or NFS, or userfaultfd), or others hold the lock of its address space"
+    )
 }
 
-/// Takes an image of a process whose threads all stand still already, with no limit on the time.
+/// Takes an image of a process whose threads the kernel holds already, with no limit on the time as long as the process
+/// answers.
 fn take_stopped(process: &Process, stopped: &Stopped) -> Result<Image> {
     let pid = process.pid();
     let (copied_ns, start) = (clock::monotonic_ns(), Instant::now());
     expect_known(process)?;
-    let threads = stopped.registers();
-    let (areas, found) = list_pages(pid, &mut Pages::open(pid)?, false)?;
+    let Ok(threads) = stopped.registers() else {
+        bail!("no time to read registers");
+    };
+    let mut crew = Crew::start()?;
+    let mut pages = Pages::open(pid)?;
+    let (areas, found) = answered(pid, pages.list(&mut crew, false, Until::PROGRESS)?)?;
     let wanted = found.wanted;
     let bytes = page_runs::bytes(&wanted);
     expect_memory_to_copy(pid, bytes)?;
-    let mut buffer = copy::buffer(usize::try_from(bytes)?)?;
-    let unread = copy::copy(pid, &wanted, &mut buffer, &mut copy::staging_buffers()?)?;
+    let mut buffers = CopyBuffers::empty(bytes)?;
+    let unread = buffers.copy(&mut crew, pid, &wanted, Until::PROGRESS)?;
+    let unread = page_runs::bytes(&answered(pid, unread)?);
     process.expect_running()?;
-    let mut image = Image {
+    let copied = Copied {
+        threads,
         areas,
+        due: wanted.clone(),
+        wanted,
+        unread,
+        idle: None,
         paused: start.elapsed(),
         copied_ns,
-        unread: page_runs::bytes(&unread),
-        ..image_without_memory(pid, threads)
     };
-    image.set_memory(wanted, buffer)?;
-    Ok(image)
+    let copy = buffers.finish(&copied.wanted, &copied.due)?;
+    copied.image(pid, copy)
 }
 
 /// Fails if no image of the process can be taken, or only an image that lacks a part.
@@ -377,65 +503,14 @@ fn available() -> u64 {
     memory.get("MemAvailable").unwrap_or(u64::MAX)
 }
 
-/// Returns the mappings of the process, and its pages that are to be copied. With `marks`, also finds the pages that
-/// may have been written.
-fn list_pages(pid: u32, pages: &mut Pages, marks: bool) -> Result<(Vec<Area>, Found)> {
-    let areas = areas(pid)?;
-    let found = listed(pid, pages.find(&areas, marks))?;
-    Ok((areas, found))
-}
-
-/// Returns the pages that are still to be copied, of those that were found.
-fn pending_pages(
-    pid: u32,
-    pages: &Pages,
-    buffers: &CopyBuffers,
-    found: &Found,
-) -> Result<PageRuns> {
-    listed(pid, buffers.pending(pages, found))
-}
-
-/// Explains an error of reading a process's page table. Of an address space that is gone, PAGEMAP_SCAN fails, and
-/// pagemap has nothing to read.
-fn listed<T>(pid: u32, read: io::Result<T>) -> Result<T> {
-    let is_gone = |error: &io::Error| {
-        error.raw_os_error() == Some(libc::ESRCH) || error.kind() == io::ErrorKind::UnexpectedEof
-    };
-    match read {
-        Err(error) if is_gone(&error) => Err(without_memory(pid)),
-        read => read.with_context(|| format!("failed to list the pages of process {pid}")),
-    }
-}
-
 fn areas(pid: u32) -> Result<Vec<Area>> {
-    let maps = fs::read(proc::file(pid, "maps"))
+    let maps = reader::read_file(proc::living_thread(pid), "maps", MAPS)
         .with_context(|| format!("failed to read the mappings of process {pid}"))?;
     let areas = Area::parse_list(&maps);
     if areas.is_empty() {
-        return Err(without_memory(pid));
+        return Err(pages::without_memory(pid));
     }
     Ok(areas)
-}
-
-/// Returns the error about a process whose memory is gone. A process that exits and one in the middle of an exec look
-/// the same.
-fn without_memory(pid: u32) -> anyhow::Error {
-    anyhow!(
-        "process {pid} has exited or executed another program while it was looked at; if it still runs, try again"
-    )
-}
-
-/// Makes an image without memory: the process and its threads, with their names.
-fn image_without_memory(pid: u32, mut threads: Vec<Thread>) -> Image {
-    for thread in &mut threads {
-        thread.comm = comm(&format!("/proc/{pid}/task/{}/comm", thread.tid));
-    }
-    Image {
-        pid,
-        comm: comm(&format!("/proc/{pid}/comm")),
-        threads,
-        ..Image::default()
-    }
 }
 
 fn comm(path: &str) -> Vec<u8> {
@@ -448,14 +523,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pause_is_foretold_by_bytes_and_threads() {
-        let foretell =
-            |all, due, threads| Work { all, due, threads }.predict_pause(10e9).as_millis();
-        assert_eq!(foretell(1_000_000_000, 1_000_000_000, 1), 205);
-        assert_eq!(foretell(1_000_000_000, 0, 1000), 35);
-    }
-
-    #[test]
     fn what_there_is_no_room_for_is_refused_with_the_sizes() {
         assert!(expect_memory("it takes", 5 << 20, 5 << 20).is_ok());
         let refused = expect_memory("it takes", (5 << 20) + 1, 5 << 20);
@@ -466,21 +533,6 @@ mod tests {
         assert!(expect_memory_to_judge(7, 1).is_ok());
         let refused = expect_memory_to_judge(7, usize::MAX / 128).expect_err("too much");
         assert!(refused.to_string().contains("blocks of process 7"));
-    }
-
-    #[test]
-    fn a_page_table_that_is_gone_is_explained() {
-        let gone = [
-            io::Error::from_raw_os_error(libc::ESRCH),
-            io::ErrorKind::UnexpectedEof.into(),
-        ];
-        for error in gone {
-            let explained = listed::<()>(7, Err(error)).expect_err("an error");
-            assert!(explained.to_string().contains("has exited or executed"));
-        }
-        let other = listed::<()>(7, Err(io::Error::from_raw_os_error(libc::EIO)));
-        let other = other.expect_err("an error").to_string();
-        assert_eq!(other, "failed to list the pages of process 7");
     }
 
     #[test]

@@ -6,10 +6,12 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::fd::{AsRawFd, RawFd};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 
 use crate::heap::area::Area;
 use crate::heap::page_index::PAGE;
@@ -17,6 +19,8 @@ use crate::heap::page_runs::{self, PageRuns};
 use crate::host::capabilities::{self, Capability};
 use crate::process::proc;
 
+use super::arch;
+use super::crew::{Board, Crew, Job, Late, NEAR, Own, ReadSpans, Until};
 use super::soft_dirty;
 
 /// Selection of the pages of an area to copy.
@@ -39,9 +43,18 @@ pub(super) struct Found {
     pub(super) written: PageRuns,
 }
 
-/// Reader of the page table of a process.
+/// Bytes of address space whose pages are listed at once. The kernel holds the lock of the address space meanwhile,
+/// for about a millisecond, in which the process cannot map memory.
+const AT_ONCE: u64 = 256 << 20;
+/// Bytes of an entry of /proc/PID/pagemap.
+const ENTRY: usize = 8;
+const _: () = assert!(AT_ONCE as usize / PAGE as usize * ENTRY <= NEAR);
+
+/// Reader of the mappings and of the page table of a process.
 #[derive(Debug)]
 pub(super) struct Pages {
+    pid: u32,
+    maps: File,
     pagemap: File,
     /// Whether to use PAGEMAP_SCAN, which the kernel has from 6.7 on.
     scans: bool,
@@ -49,21 +62,29 @@ pub(super) struct Pages {
 
 impl Pages {
     pub(super) fn open(pid: u32) -> Result<Self> {
-        let path = proc::file(pid, "pagemap");
-        let opened = File::open(&path);
-        if let Err(error) = &opened
-            && error.kind() == io::ErrorKind::NotFound
-        {
-            bail!("process {pid} has exited");
-        }
-        let pagemap = opened.with_context(|| {
-            let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
-            format!("failed to open {}{remedy}", path.display())
-        })?;
+        let open = |name| {
+            let path = proc::file(pid, name);
+            let opened = File::open(&path);
+            if let Err(error) = &opened
+                && error.kind() == io::ErrorKind::NotFound
+            {
+                bail!("process {pid} has exited");
+            }
+            opened.with_context(|| {
+                let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
+                format!("failed to open {}{remedy}", path.display())
+            })
+        };
         Ok(Self {
-            pagemap,
+            pid,
+            maps: open("maps")?,
+            pagemap: open("pagemap")?,
             scans: true,
         })
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
     }
 
     /// Returns the open file of /proc/PID/pagemap.
@@ -71,42 +92,60 @@ impl Pages {
         &self.pagemap
     }
 
-    /// Finds the pages of these areas that are to be copied. With `marks`, also finds which of these may have been
-    /// written since the soft-dirty marks were cleared (`soft_dirty`).
+    /// Returns the mappings of the process, and its pages that are to be copied. With `marks`, also finds which of these
+    /// may have been written since the soft-dirty marks were cleared (`soft_dirty`).
     ///
     /// # Errors
     /// If the process has exited or executed another program.
-    pub(super) fn find(&mut self, areas: &[Area], marks: bool) -> io::Result<Found> {
-        let mut found = Found::default();
-        for area in areas {
-            let wanted = wanted(area);
-            if wanted == Wanted::Nothing {
-                continue;
+    pub(super) fn list(
+        &mut self,
+        crew: &mut Crew,
+        marks: bool,
+        until: Until,
+    ) -> Result<Result<(Vec<Area>, Found), Late>> {
+        let maps = vec![(0, ReadSpans::REST)];
+        let areas = match read_spans(crew, &self.maps, maps, until) {
+            Ok(Ok(())) => Area::parse_list(first_results(crew).results()),
+            Ok(Err(late)) => return Ok(Err(late)),
+            Err(error) => {
+                return Err(error).with_context(|| {
+                    format!("failed to read the mappings of process {}", self.pid)
+                });
             }
-            // Writes by other processes are marked in their own page tables.
-            let believe = marks && is_own_memory(area);
-            let range = area.mapping.range.clone();
-            let mut add = |pages: Range<u64>, is_marked: bool| {
-                if marks && (is_marked || !believe) {
-                    page_runs::add(&mut found.written, pages.clone());
-                }
-                page_runs::add(&mut found.wanted, pages);
-            };
-            if self.scans {
-                match scan(&self.pagemap, range.clone(), wanted, believe, &mut add) {
-                    Ok(()) => continue,
-                    // Linux 6.7 has no category for soft-dirty pages.
-                    Err(error)
-                        if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) =>
-                    {
-                        self.scans = false;
-                    }
-                    Err(error) => return Err(error),
-                }
-            }
-            self.read(range, wanted, &mut add)?;
+        };
+        if areas.is_empty() {
+            return Err(without_memory(self.pid));
         }
-        Ok(found)
+        let found = self.find(crew, &areas, marks, until);
+        Ok(explained(self.pid, found)?.map(|found| (areas, found)))
+    }
+
+    fn find(
+        &mut self,
+        crew: &mut Crew,
+        areas: &[Area],
+        marks: bool,
+        until: Until,
+    ) -> io::Result<Result<Found, Late>> {
+        let tasks: Vec<Task> = areas.iter().flat_map(|area| tasks(area, marks)).collect();
+        loop {
+            let job = Arc::new(ListPages {
+                pagemap: self.pagemap.as_raw_fd(),
+                scans: self.scans,
+                tasks: tasks.clone(),
+                next: AtomicUsize::new(0),
+                error: AtomicI32::new(0),
+            });
+            if let Err(late) = crew.run(job.clone(), until) {
+                return Ok(Err(late));
+            }
+            match job.error.load(Ordering::Relaxed) {
+                0 => return Ok(Ok(found(crew, &tasks, marks))),
+                // Linux 6.7 has no category for soft-dirty pages.
+                libc::ENOTTY | libc::EINVAL if self.scans => self.scans = false,
+                error => return Err(io::Error::from_raw_os_error(error)),
+            }
+        }
     }
 
     /// Returns the frame of memory that each of these pages is in. The frame is 0 if the page is not present, or if
@@ -114,61 +153,206 @@ impl Pages {
     ///
     /// # Errors
     /// If the process has exited.
-    pub(super) fn pfns(&self, runs: &[Range<u64>]) -> io::Result<Vec<u64>> {
-        let mut frames = Vec::new();
-        for run in runs {
-            let mut entries = vec![0; ((run.end - run.start) / PAGE * 8) as usize];
-            self.pagemap
-                .read_exact_at(&mut entries, run.start / PAGE * 8)?;
-            let (entries, _) = entries.as_chunks::<8>();
-            frames.extend(
-                entries
-                    .iter()
-                    .map(|entry| frame(u64::from_le_bytes(*entry))),
-            );
-        }
-        Ok(frames)
-    }
-
-    /// Returns the frame of memory that a page is in.
-    ///
-    /// # Errors
-    /// If the process has exited.
-    pub(super) fn pfn(&self, page: u64) -> io::Result<u64> {
-        let mut entry = [0; 8];
-        self.pagemap.read_exact_at(&mut entry, page / PAGE * 8)?;
-        Ok(frame(u64::from_le_bytes(entry)))
-    }
-
-    /// Passes the wanted pages of a range to `add`, each with whether it may have been written. Reads the 64 bits
-    /// that /proc/PID/pagemap has of each page.
-    fn read(
+    pub(super) fn pfns(
         &self,
-        range: Range<u64>,
-        wanted: Wanted,
-        mut add: impl FnMut(Range<u64>, bool),
-    ) -> io::Result<()> {
-        const PAGES_AT_ONCE: u64 = 1 << 16;
-        let (mut page, end) = (range.start / PAGE, range.end / PAGE);
-        let mut entries = vec![0; 8 * PAGES_AT_ONCE.min(end - page) as usize];
-        while page < end {
-            let want = (8 * (end - page)).min(entries.len() as u64) as usize;
-            let read = self.pagemap.read_at(&mut entries[..want], 8 * page)?;
-            let (entries, _) = entries[..read].as_chunks::<8>();
-            if entries.is_empty() {
-                // The address space is gone, which PAGEMAP_SCAN reports by ESRCH.
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-            for entry in entries {
-                let entry = u64::from_le_bytes(*entry);
-                if is_wanted(entry, wanted) {
-                    add(page * PAGE..(page + 1) * PAGE, is_written(entry));
-                }
-                page += 1;
-            }
-        }
-        Ok(())
+        crew: &mut Crew,
+        runs: impl Iterator<Item = Range<u64>>,
+        until: Until,
+    ) -> Result<Result<Vec<u64>, Late>> {
+        let spans = runs.map(|run| {
+            let entry = |page: u64| page / PAGE * ENTRY as u64;
+            (entry(run.start), entry(run.end - run.start) as usize)
+        });
+        let read = read_spans(crew, &self.pagemap, spans.collect(), until);
+        Ok(explained(self.pid, read)?.map(|()| {
+            let (entries, _) = first_results(crew).results().as_chunks::<ENTRY>();
+            let entries = entries.iter();
+            entries
+                .map(|entry| frame(u64::from_le_bytes(*entry)))
+                .collect()
+        }))
     }
+}
+
+/// Has spans of a file read into the buffer for results of the first worker.
+fn read_spans(
+    crew: &mut Crew,
+    file: &File,
+    spans: Vec<(u64, usize)>,
+    until: Until,
+) -> io::Result<Result<(), Late>> {
+    let job = Arc::new(ReadSpans::new(file.as_raw_fd(), spans));
+    match crew.run(job.clone(), until) {
+        Ok(()) => job.result().map(Ok),
+        Err(late) => Ok(Err(late)),
+    }
+}
+
+fn first_results(crew: &Crew) -> &Own {
+    crew.results().next().expect("a crew has workers")
+}
+
+/// Explains an error of reading a process's page table. Of an address space that is gone, PAGEMAP_SCAN fails, and
+/// pagemap has nothing to read.
+fn explained<T>(pid: u32, read: io::Result<T>) -> Result<T> {
+    match read {
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Err(without_memory(pid)),
+        read => read.with_context(|| format!("failed to list the pages of process {pid}")),
+    }
+}
+
+/// Returns the error about a process whose memory is gone. A process that exits and one in the middle of an exec look
+/// the same.
+pub(super) fn without_memory(pid: u32) -> anyhow::Error {
+    anyhow!(
+        "process {pid} has exited or executed another program while it was looked at; if it still runs, try again"
+    )
+}
+
+/// Range whose pages are listed at once.
+#[derive(Debug, Clone)]
+struct Task {
+    range: Range<u64>,
+    wanted: Wanted,
+    /// Whether writes to the range are marked.
+    believe: bool,
+}
+
+/// Returns the tasks to list the pages of an area.
+fn tasks(area: &Area, marks: bool) -> impl Iterator<Item = Task> {
+    let wanted = wanted(area);
+    let range = match wanted {
+        Wanted::Nothing => 0..0,
+        _ => area.mapping.range.clone(),
+    };
+    // Writes by other processes are marked in their own page tables.
+    let believe = marks && is_own_memory(area);
+    range
+        .clone()
+        .step_by(AT_ONCE as usize)
+        .map(move |start| Task {
+            range: start..(start + AT_ONCE).min(range.end),
+            wanted,
+            believe,
+        })
+}
+
+/// Listing of pages by a crew. The results of each worker are regions.
+struct ListPages {
+    pagemap: RawFd,
+    scans: bool,
+    tasks: Vec<Task>,
+    next: AtomicUsize,
+    /// Error number, or 0. A page table that is gone is ESRCH.
+    error: AtomicI32,
+}
+
+// SAFETY: makes system calls, and writes to the worker's own buffers.
+unsafe impl Job for ListPages {
+    fn work(&self, own: &mut Own, board: &Board) {
+        while !board.is_over() && self.error.load(Ordering::Relaxed) == 0 {
+            let at = self.next.fetch_add(1, Ordering::Relaxed);
+            let Some(task) = self.tasks.get(at) else {
+                return;
+            };
+            let done = if self.scans {
+                scan(self.pagemap, task, own)
+            } else {
+                read(self.pagemap, task, own)
+            };
+            if let Err(error) = done {
+                return self.error.store(error, Ordering::Relaxed);
+            }
+            board.advance(task.range.end - task.range.start);
+        }
+    }
+
+    fn total(&self) -> u64 {
+        let ranges = self.tasks.iter().map(|task| &task.range);
+        ranges.map(|range| range.end - range.start).sum()
+    }
+}
+
+/// Returns the pages that a crew has listed.
+fn found(crew: &Crew, tasks: &[Task], marks: bool) -> Found {
+    // SAFETY: regions are numbers.
+    let regions = crew
+        .results()
+        .flat_map(|own| unsafe { own.results_as::<Region>() });
+    let mut regions: Vec<Region> = regions.copied().collect();
+    regions.sort_unstable_by_key(|region| region.start);
+    let (mut found, mut tasks) = (Found::default(), tasks.iter().peekable());
+    for region in regions {
+        while tasks
+            .next_if(|task| task.range.end <= region.start)
+            .is_some()
+        {}
+        let believe = tasks.peek().is_some_and(|task| task.believe);
+        let pages = region.start..region.end;
+        if marks && (region.categories & (IS_MARKED | IS_FILE) != 0 || !believe) {
+            page_runs::add(&mut found.written, pages.clone());
+        }
+        page_runs::add(&mut found.wanted, pages);
+    }
+    found
+}
+
+/// Adds a region to the results of a worker.
+fn add(own: &mut Own, region: Region) -> Result<(), i32> {
+    let (address, space) = own.space();
+    if space < size_of::<Region>() {
+        return Err(libc::ENOBUFS);
+    }
+    // SAFETY: the buffer has the space, and holds nothing but regions, so that they are aligned.
+    unsafe { ptr::with_exposed_provenance_mut::<Region>(address).write(region) };
+    own.add(size_of::<Region>());
+    Ok(())
+}
+
+/// Adds the wanted pages of a range. Reads the 64 bits that /proc/PID/pagemap has of each page.
+fn read(pagemap: RawFd, task: &Task, own: &mut Own) -> Result<(), i32> {
+    let mut region = Region::default();
+    let mut page = task.range.start;
+    while page < task.range.end {
+        let near = own.near.as_mut_ptr() as usize;
+        let wanted = ((task.range.end - page) / PAGE) as usize * ENTRY;
+        let offset = (page / PAGE) as usize * ENTRY;
+        let arguments = [pagemap as usize, near, wanted.min(NEAR), offset, 0, 0];
+        // SAFETY: the kernel writes to the buffer, which has this many bytes.
+        let done = unsafe { arch::system_call(libc::SYS_pread64, arguments) };
+        let count = usize::try_from(done).map_err(|_| -done as i32)? / ENTRY;
+        if count == 0 {
+            // The address space is gone, which PAGEMAP_SCAN reports by ESRCH.
+            return Err(libc::ESRCH);
+        }
+        for at in 0..count {
+            let entry = own
+                .near
+                .get(at * ENTRY..)
+                .and_then(|rest| rest.first_chunk());
+            let entry = u64::from_le_bytes(*entry.unwrap_or(&[0; ENTRY]));
+            let categories = if is_written(entry) { IS_MARKED } else { 0 };
+            if is_wanted(entry, task.wanted) {
+                if region.end == page && region.categories == categories {
+                    region.end = page + PAGE;
+                } else {
+                    if region.end > 0 {
+                        add(own, region)?;
+                    }
+                    region = Region {
+                        start: page,
+                        end: page + PAGE,
+                        categories,
+                    };
+                }
+            }
+            page += PAGE;
+        }
+    }
+    if region.end > 0 {
+        add(own, region)?;
+    }
+    Ok(())
 }
 
 const PRESENT: u64 = 1 << 63;
@@ -254,43 +438,45 @@ const IS_MARKED: u64 = 1 << 7;
 /// Category of the zero page, which is mapped for all pages that were read and never written.
 const IS_ZERO: u64 = 1 << 5;
 
-/// Passes the runs of wanted pages that PAGEMAP_SCAN finds to `add`. A scan takes 4 ms/GB, and reading the entries
-/// takes 16 ms/GB. With `marks`, each run comes with whether it may have been written.
-fn scan(
-    pagemap: &File,
-    range: Range<u64>,
-    wanted: Wanted,
-    marks: bool,
-    mut add: impl FnMut(Range<u64>, bool),
-) -> io::Result<()> {
-    let written = if marks { IS_MARKED | IS_FILE } else { 0 };
-    let mut regions = [Region::default(); 512];
-    let without = match wanted {
+/// Adds the wanted pages of a range that PAGEMAP_SCAN finds. A scan takes 4 ms/GB, and reading the entries takes 16
+/// ms/GB. Where writes are marked, each region has the categories by which it may have been written.
+fn scan(pagemap: RawFd, task: &Task, own: &mut Own) -> Result<(), i32> {
+    let written = if task.believe { IS_MARKED | IS_FILE } else { 0 };
+    let without = match task.wanted {
         Wanted::Changed => IS_ZERO | IS_FILE,
         _ => IS_ZERO,
     };
-    let mut start = range.start;
-    while start < range.end {
+    let mut start = task.range.start;
+    while start < task.range.end {
+        let (address, space) = own.space();
+        let capacity = space / size_of::<Region>();
+        if capacity == 0 {
+            return Err(libc::ENOBUFS);
+        }
         let mut argument = ScanArgument {
             size: size_of::<ScanArgument>() as u64,
             start,
-            end: range.end,
-            vec: regions.as_mut_ptr() as u64,
-            vec_len: regions.len() as u64,
+            end: task.range.end,
+            vec: address as u64,
+            vec_len: capacity as u64,
             category_inverted: without,
             category_mask: IS_PRESENT | without,
             return_mask: IS_PRESENT | written,
             ..ScanArgument::default()
         };
+        let arguments = [
+            pagemap as usize,
+            PAGEMAP_SCAN as usize,
+            &raw mut argument as usize,
+            0,
+            0,
+            0,
+        ];
         // SAFETY: the kernel reads and writes the argument, whose size it checks, and writes at most
         // `vec_len` regions to `vec`; both outlive the call.
-        let found = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
-        if found < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        for region in &regions[..found as usize] {
-            add(region.start..region.end, region.categories & written != 0);
-        }
+        let found = unsafe { arch::system_call(libc::SYS_ioctl, arguments) };
+        let found = usize::try_from(found).map_err(|_| -found as i32)?;
+        own.add(found * size_of::<Region>());
         if argument.walk_end <= start {
             break;
         }
@@ -309,29 +495,38 @@ mod tests {
 
     #[test]
     fn both_ways_find_the_pages_that_were_written() {
-        let mut memory = MmapMut::map_anon(64 * PAGE as usize).expect("memory");
+        // More than is listed at once.
+        let length = AT_ONCE + 64 * PAGE;
+        let mut memory = MmapMut::map_anon(length as usize).expect("memory");
         let start = memory.as_ptr() as u64;
         let _ = memory.advise(memmap2::Advice::NoHugePage);
-        for page in [0, 1, 2, 7, 63] {
-            memory[page * PAGE as usize] = 1;
+        let last = length / PAGE - 1;
+        let middle = AT_ONCE / PAGE;
+        for page in [0, 1, 2, 7, 63, middle - 1, middle, last] {
+            memory[(page * PAGE) as usize] = 1;
         }
-        let expected: Vec<_> = [(0, 3), (7, 8), (63, 64)]
-            .map(|(first, last)| start + first * PAGE..start + last * PAGE)
-            .into();
-        let range = start..start + 64 * PAGE;
-        let pages = Pages::open(std::process::id()).expect("our own");
-        let mut read = PageRuns::new();
-        let add = |pages, _| page_runs::add(&mut read, pages);
-        pages
-            .read(range.clone(), Wanted::Present, add)
-            .expect("readable");
-        assert_eq!(read, expected);
-        let mut scanned = PageRuns::new();
-        let add = |pages, _| page_runs::add(&mut scanned, pages);
-        match scan(&pages.pagemap, range, Wanted::Present, false, add) {
-            Ok(()) => assert_eq!(scanned, expected),
-            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOTTY)),
+        let expected: Vec<_> = [
+            (0, 3),
+            (7, 8),
+            (63, 64),
+            (middle - 1, middle + 1),
+            (last, last + 1),
+        ]
+        .map(|(first, last)| start + first * PAGE..start + last * PAGE)
+        .into();
+        let line = format!("{start:x}-{:x} rw-p 00000000 00:00 0", start + length);
+        let areas = Area::parse_list(line.as_bytes());
+        let mut crew = Crew::start().expect("processes");
+        let mut pages = Pages::open(std::process::id()).expect("our own");
+        for scans in [true, false] {
+            pages.scans = scans;
+            let found = pages.find(&mut crew, &areas, false, Until::PROGRESS);
+            let found = found.expect("readable").expect("in time");
+            assert_eq!(found.wanted, expected, "{scans}");
+            assert_eq!(found.written, []);
         }
+        let frames = pages.pfns(&mut crew, expected.into_iter(), Until::PROGRESS);
+        assert_eq!(frames.expect("readable").expect("in time").len(), 8);
     }
 
     #[test]
@@ -342,10 +537,17 @@ mod tests {
         child.wait().expect("our child");
         let areas = Area::parse_list(b"1000-3000 rw-p 00000000 00:00 0 ");
         let mut pages = opened.expect("readable");
+        let mut crew = Crew::start().expect("processes");
         for scans in [true, false] {
             pages.scans = scans;
-            assert!(pages.find(&areas, false).is_err(), "{scans}");
+            let found = pages.find(&mut crew, &areas, false, Until::PROGRESS);
+            let explained = explained(7, found).expect_err("an error");
+            assert!(explained.to_string().contains("has exited or executed"));
         }
+        assert!(pages.list(&mut crew, false, Until::PROGRESS).is_err());
+        let other = explained::<()>(7, Err(io::Error::from_raw_os_error(libc::EIO)));
+        let other = other.expect_err("an error").to_string();
+        assert_eq!(other, "failed to list the pages of process 7");
     }
 
     #[test]

@@ -12,31 +12,55 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
+use super::bound::{Overrun, Pause, Step};
+use super::crew::Late;
 use crate::heap::image::{GENERAL_REGISTERS, Thread};
 use crate::host::capabilities::{self, Capability};
 use crate::print::text;
 use crate::process::proc::{self, Stat};
 
-/// Time that a thread may take to stop, while other threads stand still already. A thread that sleeps in the kernel
+/// Time in which some thread has to stop, while other threads stand still already. A thread that sleeps in the kernel
 /// where no signal reaches it (state D: a disk, NFS, a vfork) can take for ever.
-pub(super) const PATIENCE: Duration = Duration::from_millis(100);
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Time between two checks of whether a thread has stopped.
 const POLL_INTERVAL: Duration = Duration::from_micros(20);
 
-/// Size of the buffer for the vector state, in bytes. AMX has 11 KiB.
-const VECTOR_BYTES: usize = 16 << 10;
+/// Time for which the release of the threads waits for threads that have not stopped.
+const LAST_WAIT: Duration = Duration::from_micros(200);
+
+/// Time between two looks at all threads, and not at the first only that has not stopped.
+const LOOK_AT_ALL: Duration = Duration::from_millis(5);
+
+/// Size of the buffer for a register set, in bytes. AMX has 11 KiB.
+const SET_BYTES: usize = 16 << 10;
+
+/// Number of threads after which the clock is looked at.
+const AT_ONCE: usize = 64;
 
 /// The threads of a process, which stand still until the value is dropped.
 #[derive(Debug)]
 pub(super) struct Stopped {
     pid: u32,
     threads: BTreeMap<u32, State>,
+    /// Clock of the pause.
+    pub(super) pause: Pause,
+}
+
+/// Outcome of a stop that has not stopped all threads.
+#[derive(Debug)]
+pub(super) enum Unstopped {
+    /// A thread did not stop, for a time in which no other did.
+    Thread(UnstoppedThread),
+    /// The pause has reached its bound.
+    Over(Overrun),
 }
 
 /// State of a thread that is being stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
+    /// Seized, and not stopped but by a signal that is delivered.
+    Seized,
     /// Seized, and asked to stop.
     Asked,
     /// Stopped. The signal was about to be delivered, and is delivered when the thread goes on. 0 means none.
@@ -52,14 +76,17 @@ pub(super) struct UnstoppedThread {
     pub(super) tid: u32,
     /// Whether the thread slept in the kernel where nothing interrupts it (state D).
     pub(super) sleeps: bool,
+    /// Time that it had.
+    pub(super) within: Duration,
 }
 
 impl UnstoppedThread {
-    fn of(pid: u32, tid: u32) -> Self {
+    fn of(pid: u32, tid: u32, within: Duration) -> Self {
         Self {
             pid,
             tid,
             sleeps: state(pid, tid) == Some('D'),
+            within,
         }
     }
 
@@ -70,7 +97,12 @@ impl UnstoppedThread {
 
     /// Returns the message about the thread after `tries` tries in `time`.
     pub(super) fn message(&self, tries: usize, time: Duration) -> String {
-        let Self { pid, tid, sleeps } = self;
+        let Self {
+            pid,
+            tid,
+            sleeps,
+            within,
+        } = self;
         let why = if *sleeps {
             "it sleeps in the kernel where nothing interrupts it (state D: a disk, NFS, or a vfork \
              whose child still runs)"
@@ -80,109 +112,201 @@ impl UnstoppedThread {
         format!(
             "thread {tid} of process {pid} did not stop within {} ms in {tries} tries over {:.1} s: {why}; all \
              threads go on, try again",
-            PATIENCE.as_millis(),
+            super::bound::milliseconds(*within),
             time.as_secs_f64()
         )
     }
 }
 
 impl Stopped {
-    /// Stops all threads, including those that other threads start in the meantime; or returns a thread that did not
-    /// stop in time.
+    /// Stops all threads, including those that other threads start in the meantime, unless the pause reaches its bound.
+    /// `release` is the time that the release is known to take.
     ///
-    /// A late thread is released only when the thread that called this function ends: no ptrace(2) request reaches it
-    /// until it stops.
+    /// All threads are seized before the first one is asked to stop: a process that calls exec(2) can have the seizure
+    /// wait. Which threads there are is read before, and when all have stopped, their number is compared; to read
+    /// the list takes longer than to stop the threads in it.
+    ///
+    /// A thread that has not stopped is released only when the thread that called this function ends: no ptrace(2)
+    /// request reaches it until it stops.
     ///
     /// # Errors
     /// If a thread is traced already or may not be traced, or if the process has exited. All threads go on then.
-    pub(super) fn stop(pid: u32) -> Result<Result<Self, UnstoppedThread>> {
+    pub(super) fn stop(
+        pid: u32,
+        bound: Duration,
+        release: Duration,
+    ) -> Result<Result<Self, Unstopped>> {
+        let mut listed = tids(pid)?;
+        let patience = PATIENCE.min(bound - bound / 4);
         let mut all = Self {
             pid,
             threads: BTreeMap::new(),
+            pause: Pause::begin(bound, release),
         };
-        let deadline = Instant::now() + PATIENCE;
-        // A thread that is not stopped yet can start another one.
         loop {
-            match all.seize_new()? {
-                Err(late) => return Ok(Err(late)),
+            match all.seize_new(&listed)? {
+                Err(late) => return Ok(Err(Unstopped::Thread(late))),
                 Ok(false) => break,
-                Ok(true) => {}
+                Ok(true) => all.interrupt(),
             }
-            if let Some(tid) = all.wait(deadline) {
-                return Ok(Err(UnstoppedThread::of(pid, tid)));
+            // To release a thread takes about as long as to seize it and to ask it to stop.
+            let asked = all.pause.begin.elapsed();
+            all.pause.reserve(asked.saturating_sub(release));
+            match all.wait(patience, listed.len()) {
+                None => {}
+                Some(Unstopped::Over(overrun)) => {
+                    let release = all.release();
+                    return Ok(Err(Unstopped::Over(Overrun { release, ..overrun })));
+                }
+                Some(unstopped) => return Ok(Err(unstopped)),
             }
+            // A thread that is not stopped yet can start another one.
+            if all.is_complete() {
+                break;
+            }
+            listed = tids(pid)?;
         }
-        if !all
-            .threads
-            .values()
-            .any(|state| matches!(state, State::Stopped(_)))
-        {
+        if all.count() == 0 {
             bail!("process {pid} has exited");
         }
         Ok(Ok(all))
     }
 
-    /// Wraps threads that this thread traces and that the kernel holds.
+    /// Wraps threads that this thread traces and that the kernel holds, with no bound.
     pub(super) fn of(pid: u32, held: impl IntoIterator<Item = u32>) -> Self {
         let threads = held.into_iter().map(|tid| (tid, State::Stopped(0)));
         Self {
             pid,
             threads: threads.collect(),
+            pause: Pause {
+                begin: Instant::now(),
+                end: None,
+            },
         }
     }
 
-    /// Seizes the threads that have not been seized. Returns whether there were any, or a thread that an earlier try
-    /// of ours has not released yet.
-    fn seize_new(&mut self) -> Result<Result<bool, UnstoppedThread>> {
+    /// Seizes the threads that have not been seized, unless the pause reaches its bound. Returns whether there were any,
+    /// or a thread that an earlier try of ours has not released yet.
+    fn seize_new(&mut self, listed: &[u32]) -> Result<Result<bool, UnstoppedThread>> {
         let mut any = false;
-        for tid in tids(self.pid)? {
+        for (number, &tid) in listed.iter().enumerate() {
             if self.threads.contains_key(&tid) {
                 continue;
             }
-            let seized = request(libc::PTRACE_SEIZE, tid, 0)
-                .and_then(|()| request(libc::PTRACE_INTERRUPT, tid, 0));
-            let state = match seized {
-                Ok(()) => State::Asked,
+            if number % AT_ONCE == 0 && self.pause.is_over() {
+                // The wait that follows ends at once.
+                return Ok(Ok(true));
+            }
+            let state = match request(libc::PTRACE_SEIZE, tid, 0) {
+                Ok(()) => State::Seized,
                 Err(error) if error.raw_os_error() == Some(libc::ESRCH) => State::Ended,
                 // A leader that has called pthread_exit() stays as a zombie.
                 Err(_) if has_ended(self.pid, tid) => State::Ended,
                 Err(_) if tracer(self.pid, tid) == Some(std::process::id()) => {
-                    return Ok(Err(UnstoppedThread::of(self.pid, tid)));
+                    return Ok(Err(UnstoppedThread::of(self.pid, tid, PATIENCE)));
                 }
                 Err(error) => bail!(why_not_seized(self.pid, tid, &error)),
             };
-            any |= state == State::Asked;
+            any |= state == State::Seized;
             self.threads.insert(tid, state);
         }
         Ok(Ok(any))
     }
 
-    /// Waits until all threads that were asked to stop have stopped. Returns a thread that has not.
-    fn wait(&mut self, deadline: Instant) -> Option<u32> {
-        for (&tid, state) in &mut self.threads {
-            while *state == State::Asked {
-                *state = poll_state(tid);
-                if *state == State::Asked {
-                    if Instant::now() > deadline {
-                        return Some(tid);
-                    }
-                    std::thread::sleep(POLL_INTERVAL);
-                }
+    /// Asks all seized threads to stop, unless the pause reaches its bound.
+    fn interrupt(&mut self) {
+        let seized = self.threads.iter_mut();
+        let seized = seized.filter(|(_, state)| **state == State::Seized);
+        for (number, (&tid, state)) in seized.enumerate() {
+            if number % AT_ONCE == 0 && self.pause.is_over() {
+                break;
+            }
+            *state = match request(libc::PTRACE_INTERRUPT, tid, 0) {
+                Ok(()) => State::Asked,
+                Err(_) => State::Ended,
+            };
+        }
+    }
+
+    /// Waits until all threads that were asked to stop have stopped. `total` is the number of threads, for messages.
+    fn wait(&mut self, patience: Duration, total: usize) -> Option<Unstopped> {
+        let (mut since, mut looked) = (Instant::now(), Instant::now());
+        let (mut from, mut all) = (0, false);
+        loop {
+            let (stopped, first) = self.poll(from, all);
+            let now = Instant::now();
+            if stopped > 0 {
+                since = now;
+            }
+            if self.pause.is_over() {
+                let (step, done) = match self.count() {
+                    0 => (Step::Seize, self.threads.len()),
+                    stopped => (Step::Stop, stopped),
+                };
+                let late = Late::at(done as u64, total as u64);
+                let begin = self.pause.begin;
+                return Some(Unstopped::Over(self.pause.overrun(step, begin, late)));
+            }
+            from = first?;
+            if now - since > patience {
+                let late = UnstoppedThread::of(self.pid, from, patience);
+                return Some(Unstopped::Thread(late));
+            }
+            all = now - looked > LOOK_AT_ALL;
+            if all {
+                looked = now;
+            }
+            if stopped == 0 {
+                std::thread::sleep(POLL_INTERVAL);
             }
         }
-        None
+    }
+
+    /// Updates the states of the threads that were asked to stop, from this TID on: of all of them, or up to the first
+    /// that has not stopped. Returns how many have stopped or ended, and the first that has not.
+    fn poll(&mut self, from: u32, all: bool) -> (usize, Option<u32>) {
+        let (mut stopped, mut first) = (0, None);
+        let threads = self.threads.range_mut(from..);
+        for (&tid, state) in threads.filter(|(_, state)| **state == State::Asked) {
+            *state = poll_state(tid);
+            if *state != State::Asked {
+                stopped += 1;
+                continue;
+            }
+            first = first.or(Some(tid));
+            if !all {
+                break;
+            }
+        }
+        (stopped, first)
+    }
+
+    /// Whether the process has no other threads than the stopped ones, by the number of its threads. Threads that have
+    /// ended may still be counted.
+    fn is_complete(&self) -> bool {
+        let count = proc::field(format!("/proc/{}/status", self.pid), "Threads:");
+        count.and_then(|count| count.parse().ok()) == Some(self.count())
     }
 
     /// Returns the registers of all stopped threads.
-    pub(super) fn registers(&self) -> Vec<Thread> {
+    ///
+    /// # Errors
+    /// If the pause reaches its bound.
+    pub(super) fn registers(&self) -> Result<Vec<Thread>, Late> {
         let stopped = self.threads.iter();
         let stopped = stopped.filter(|(_, state)| matches!(state, State::Stopped(_)));
-        let threads = stopped.filter_map(|(&tid, _)| {
-            let general = register_set(tid, libc::NT_PRSTATUS, 8 * GENERAL_REGISTERS.len())?;
-            let vector = register_set(tid, NT_X86_XSTATE, VECTOR_BYTES).unwrap_or_default();
-            Some(Thread::new(tid, Vec::new(), general, vector))
-        });
-        threads.collect()
+        let mut threads = Vec::with_capacity(self.threads.len());
+        for (number, (&tid, _)) in stopped.enumerate() {
+            if number % AT_ONCE == 0 && self.pause.is_over() {
+                return Err(Late::at(number as u64, self.count() as u64));
+            }
+            let Some(general) = register_set(tid, libc::NT_PRSTATUS) else {
+                continue;
+            };
+            let vector = register_set(tid, NT_X86_XSTATE).unwrap_or_default();
+            threads.push(Thread::new(tid, Vec::new(), general, vector));
+        }
+        Ok(threads)
     }
 
     /// Returns the number of stopped threads.
@@ -197,16 +321,33 @@ impl Stopped {
 impl Drop for Stopped {
     /// Lets all threads go on as they would have without us.
     fn drop(&mut self) {
-        for (&tid, state) in &mut self.threads {
-            // PTRACE_DETACH works only on a stopped thread. A thread that was asked to stop and has not is given some
-            // more time. After that, the kernel releases it when this thread ends.
-            let until = Instant::now() + POLL_INTERVAL * 10;
-            while *state == State::Asked && Instant::now() < until {
-                *state = poll_state(tid);
+        self.let_go();
+    }
+}
+
+impl Stopped {
+    /// Lets all threads go on as they would have without us. Returns how long that took.
+    pub(super) fn release(mut self) -> Duration {
+        let begin = Instant::now();
+        self.let_go();
+        begin.elapsed()
+    }
+
+    fn let_go(&mut self) {
+        // PTRACE_DETACH works only on a stopped thread. Threads that were asked to stop and have not are given some
+        // more time, once all others go on. After that, the kernel releases them when this thread ends.
+        let until = Instant::now() + LAST_WAIT;
+        loop {
+            for (&tid, state) in &mut self.threads {
+                if let State::Stopped(signal) = *state {
+                    // The kernel refuses if the thread has ended.
+                    let _ = request(libc::PTRACE_DETACH, tid, signal as usize);
+                    *state = State::Ended;
+                }
             }
-            if let State::Stopped(signal) = *state {
-                // The kernel refuses if the thread has ended.
-                let _ = request(libc::PTRACE_DETACH, tid, signal as usize);
+            let (stopped, first) = self.poll(0, true);
+            if stopped == 0 && (first.is_none() || Instant::now() > until) {
+                return;
             }
         }
     }
@@ -231,11 +372,11 @@ fn poll_state(tid: u32) -> State {
 const NT_X86_XSTATE: i32 = 0x202;
 
 /// Reads the words of a register set of a thread. Returns None if the kernel has no such set.
-pub(super) fn register_set(tid: u32, set: i32, bytes: usize) -> Option<Vec<u64>> {
-    let mut words = vec![0_u64; bytes / 8];
+pub(super) fn register_set(tid: u32, set: i32) -> Option<Vec<u64>> {
+    let mut words = [0_u64; SET_BYTES / 8];
     let mut place = libc::iovec {
         iov_base: words.as_mut_ptr().cast(),
-        iov_len: bytes,
+        iov_len: SET_BYTES,
     };
     // SAFETY: the kernel writes at most `iov_len` bytes to `iov_base`, and the number of bytes to `iov_len`.
     let done = unsafe {
@@ -246,11 +387,7 @@ pub(super) fn register_set(tid: u32, set: i32, bytes: usize) -> Option<Vec<u64>>
             &raw mut place,
         )
     };
-    if done != 0 {
-        return None;
-    }
-    words.truncate(place.iov_len / 8);
-    Some(words)
+    (done == 0).then(|| words[..place.iov_len / 8].to_vec())
 }
 
 /// Makes a ptrace(2) request that takes no pointer.

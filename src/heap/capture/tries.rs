@@ -66,7 +66,7 @@ impl Tries {
             self.failed + 1,
             last.pid,
             last.tid,
-            super::stop::PATIENCE.as_millis()
+            super::bound::milliseconds(last.within)
         ))
     }
 }
@@ -83,6 +83,7 @@ mod tests {
             pid: 4242,
             tid: 4243,
             sleeps: true,
+            within: Duration::from_millis(100),
         };
         tries.failed = GAPS.len();
         let told = tries.wait(late).expect_err("no more tries").to_string();

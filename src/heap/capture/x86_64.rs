@@ -1,5 +1,7 @@
-//! Stores of x86-64 that bypass the caches (non-temporal), for the copy of a process.
+//! What the copy of a process needs of x86-64: stores that bypass the caches (non-temporal), and system calls without
+//! errno.
 
+use std::arch::asm;
 use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 
 const WORD: usize = size_of::<__m128i>();
@@ -32,6 +34,34 @@ pub(super) fn copy_around_caches(to: &mut [u8], from: &[u8]) {
     // returned.
     unsafe { _mm_sfence() };
     to.into_remainder().copy_from_slice(from.remainder());
+}
+
+/// Makes a system call. Returns its result, or a negative error number. Unlike libc's functions, this one leaves errno
+/// alone, which belongs to a thread.
+///
+/// # Safety
+/// The same as of the system call.
+pub(super) unsafe fn system_call(number: libc::c_long, arguments: [usize; 6]) -> isize {
+    let [first, second, third, fourth, fifth, sixth] = arguments;
+    let result: isize;
+    // SAFETY: these are the registers of a system call, and the kernel changes RAX, RCX and R11 only. The caller has
+    // to see to what the call does.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") number as isize => result,
+            in("rdi") first,
+            in("rsi") second,
+            in("rdx") third,
+            in("r10") fourth,
+            in("r8") fifth,
+            in("r9") sixth,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    result
 }
 
 #[cfg(test)]

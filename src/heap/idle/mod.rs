@@ -33,7 +33,7 @@ use crate::process::proc::Process;
 
 use kernel_tables::{DirectMap, KernelTables};
 use own_pages::OwnPages;
-use walk::{HugePagePolicy, Walk};
+use walk::{HugePagePolicy, OutOfTime, Walk};
 
 /// Message for a machine whose marks cannot be relied on.
 const CANNOT: &str = "which memory is idle cannot be told on this machine";
@@ -149,12 +149,18 @@ impl Watch {
         bail!("{CANNOT}: of pages that memleak used itself, others were marked, {TRIES} times")
     }
 
-    /// Returns the wanted pages that were used until now. The process must stand still, and must not be copied yet.
-    /// The number of pages that [reclaim](Watch::reclaim_scanned) has scanned is left 0, for the caller to set.
+    /// Returns the wanted pages that were used until now; None if that took longer than `until`. The process must stand
+    /// still, and must not be copied yet. The number of pages that [reclaim](Watch::reclaim_scanned) has scanned is
+    /// left 0, for the caller to set.
     ///
     /// # Errors
     /// If the page tables cannot be read.
-    pub(super) fn sample(&self, pagemap: &File, wanted: &[Range<u64>]) -> Result<IdlePages> {
+    pub(super) fn sample(
+        &self,
+        pagemap: &File,
+        wanted: &[Range<u64>],
+        until: Option<Instant>,
+    ) -> Result<Option<IdlePages>> {
         let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
         let touched = own_pages::count(&self.own.touched());
         let marked = own_pages::count(&self.used_of_ours(self.own.small())?);
@@ -167,7 +173,10 @@ impl Watch {
         let used = if own.are_too_few() {
             wanted.to_vec()
         } else {
-            self.used_pages(pagemap, wanted, huge)?
+            match self.used_pages(pagemap, wanted, huge, until) {
+                Err(error) if error.is::<OutOfTime>() => return Ok(None),
+                used => used?,
+            }
         };
         let used_before = before.take().unwrap_or_default().used;
         let used = page_runs::union(&used_before, &used);
@@ -175,14 +184,14 @@ impl Watch {
             used: used.clone(),
             huge_judged,
         });
-        Ok(IdlePages {
+        Ok(Some(IdlePages {
             watched: self.begin.elapsed(),
             cpus_not_reached: self.cpus_not_reached,
             reclaim_scanned: 0,
             own,
             huge_judged,
             used,
-        })
+        }))
     }
 
     /// Returns the number of pages that reclaim has scanned since the watch began.
@@ -191,7 +200,7 @@ impl Watch {
     }
 
     fn used_of_ours(&self, pages: &[Range<u64>]) -> Result<PageRuns> {
-        self.used_pages(self.own.pagemap(), pages, HugePagePolicy::Judged)
+        self.used_pages(self.own.pagemap(), pages, HugePagePolicy::Judged, None)
     }
 
     fn used_pages(
@@ -199,13 +208,14 @@ impl Watch {
         pagemap: &File,
         wanted: &[Range<u64>],
         huge: HugePagePolicy,
+        until: Option<Instant>,
     ) -> Result<PageRuns> {
         let root = self.tables.root(pagemap)?;
         let physical = DirectMap {
             tables: &self.tables,
             base: self.direct_map,
         };
-        let walk = Walk::new(&physical, wanted, huge);
+        let walk = Walk::new(&physical, wanted, huge, until);
         walk.used(root.wrapping_sub(self.direct_map), self.tables.levels)
     }
 }

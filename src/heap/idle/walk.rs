@@ -1,6 +1,9 @@
 //! Walk through page tables that finds the pages that were used, as a function of the tables.
 
+use std::error::Error;
+use std::fmt;
 use std::ops::Range;
+use std::time::Instant;
 
 use anyhow::Result;
 
@@ -51,15 +54,35 @@ pub(super) struct Walk<'a, T> {
     /// Pages whose use is asked for.
     wanted: &'a [Range<u64>],
     huge: HugePagePolicy,
+    /// Time at which the walk is given up.
+    until: Option<Instant>,
     used: PageRuns,
 }
 
+/// The time for a walk is over.
+#[derive(Debug)]
+pub(super) struct OutOfTime;
+
+impl fmt::Display for OutOfTime {
+    fn fmt(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
+        formatter.write_str("the time for reading page tables is over")
+    }
+}
+
+impl Error for OutOfTime {}
+
 impl<'a, T: Tables> Walk<'a, T> {
-    pub(super) fn new(tables: &'a T, wanted: &'a [Range<u64>], huge: HugePagePolicy) -> Self {
+    pub(super) fn new(
+        tables: &'a T,
+        wanted: &'a [Range<u64>],
+        huge: HugePagePolicy,
+        until: Option<Instant>,
+    ) -> Self {
         Self {
             tables,
             wanted,
             huge,
+            until,
             used: PageRuns::new(),
         }
     }
@@ -68,7 +91,7 @@ impl<'a, T: Tables> Walk<'a, T> {
     /// levels. Pages that the tables say nothing about count as used.
     ///
     /// # Errors
-    /// If tables cannot be read at all.
+    /// If tables cannot be read at all; [`OutOfTime`].
     pub(super) fn used(mut self, root: u64, levels: u32) -> Result<PageRuns> {
         let end = 1 << (PAGE.trailing_zeros() + ENTRY_BITS * levels);
         let whole = 0..end;
@@ -95,6 +118,9 @@ impl<'a, T: Tables> Walk<'a, T> {
             start..start + bytes
         };
         for indexes in indexes.chunks(AT_ONCE) {
+            if self.until.is_some_and(|until| Instant::now() >= until) {
+                return Err(OutOfTime.into());
+            }
             let entry = |&index: &usize| (index, arch::entry(table[index], level));
             let entries: Vec<(usize, Entry)> = indexes.iter().map(entry).collect();
             let below = self.below(address, level, &entries)?;
@@ -212,7 +238,7 @@ mod tests {
         }
 
         fn used(&self, wanted: &[Range<u64>], huge: HugePagePolicy) -> PageRuns {
-            let walk = Walk::new(self, wanted, huge);
+            let walk = Walk::new(self, wanted, huge, None);
             walk.used(ROOT, 4).expect("tables")
         }
     }
@@ -277,6 +303,21 @@ mod tests {
         assert_eq!(made.used(&wanted, HugePagePolicy::Judged), [between, far]);
         let none = Made::default();
         assert_eq!(none.used(&wanted, HugePagePolicy::Judged), wanted);
+    }
+
+    #[test]
+    fn a_walk_is_given_up_when_its_time_is_over() {
+        let made = Made::default();
+        made.map(GIB, PRESENT);
+        let wanted = GIB..GIB + 0x1000;
+        let walk = |until| {
+            let wanted = slice::from_ref(&wanted);
+            Walk::new(&made, wanted, HugePagePolicy::Judged, Some(until)).used(ROOT, 4)
+        };
+        let error = walk(Instant::now()).expect_err("no time");
+        assert!(error.is::<OutOfTime>());
+        let later = Instant::now() + std::time::Duration::from_secs(60);
+        assert!(walk(later).expect("tables").is_empty());
     }
 
     #[test]
