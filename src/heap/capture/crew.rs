@@ -393,6 +393,10 @@ extern "C" fn serve(seat: *mut libc::c_void) -> libc::c_int {
 }
 
 /// Waits for a change of a word, or wakes those that wait. Errors do no harm: the callers look at the word again.
+///
+/// The futex must not be private (FUTEX_PRIVATE_FLAG): that is for threads of one process. When a process starts its
+/// first thread, Linux from 6.16 on gives it a table of its own private futexes. Up to 7.0, processes that share the
+/// memory and wait already are not in this table, and would never be woken.
 fn futex(word: &AtomicU32, operation: i32, value: usize, timeout: Option<Duration>) {
     let timeout = timeout.map(|timeout| libc::timespec {
         tv_sec: timeout.as_secs().cast_signed(),
@@ -401,7 +405,7 @@ fn futex(word: &AtomicU32, operation: i32, value: usize, timeout: Option<Duratio
     let timeout = timeout
         .as_ref()
         .map_or(0, |timeout| ptr::from_ref(timeout) as usize);
-    let operation = (operation | libc::FUTEX_PRIVATE_FLAG) as usize;
+    let operation = operation as usize;
     let word = ptr::from_ref(word) as usize;
     // SAFETY: the kernel reads the word and the time, which outlive the call.
     unsafe { arch::system_call(libc::SYS_futex, [word, operation, value, timeout, 0, 0]) };
@@ -491,6 +495,7 @@ mod tests {
     use std::io::Write;
     use std::os::fd::AsRawFd;
 
+    use nix::sys::wait::{WaitStatus, waitpid};
     use nix::unistd::pipe;
 
     use super::*;
@@ -525,6 +530,33 @@ mod tests {
         fn total(&self) -> u64 {
             7
         }
+    }
+
+    #[test]
+    fn one_process_wakes_another() {
+        const TIMEOUT: Duration = Duration::from_secs(10);
+        let file = tempfile::tempfile().expect("a file");
+        file.set_len(4096).expect("space");
+        // SAFETY: nothing else has the file.
+        let mut memory = unsafe { MmapMut::map_mut(&file) }.expect("memory");
+        // SAFETY: the word is aligned, and is accessed here only.
+        let word = unsafe { AtomicU32::from_ptr(memory.as_mut_ptr().cast()) };
+        // SAFETY: the child makes system calls only.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            let begun = Instant::now();
+            futex(word, libc::FUTEX_WAIT, 0, Some(TIMEOUT));
+            // SAFETY: takes a number.
+            unsafe { libc::_exit((begun.elapsed() >= TIMEOUT).into()) };
+        }
+        let stat = format!("/proc/{child}/stat");
+        while !fs::read_to_string(&stat).expect("a child").contains(") S ") {
+            thread::yield_now();
+        }
+        futex(word, libc::FUTEX_WAKE, 1, None);
+        let ended = waitpid(Pid::from_raw(child), None).expect("a child");
+        assert_eq!(ended, WaitStatus::Exited(Pid::from_raw(child), 0));
     }
 
     #[test]
