@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::process::Command;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -41,6 +41,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         cycles_of_python_are_no_cache [Once],
         what_protected_memory_may_refer_to_is_not_judged [Once],
         growth_ends_early_by_a_signal_or_with_the_process [Once],
+        the_clock_ends_a_run [Once],
         what_becomes_another_program_is_refused [Once],
         the_growth_of_a_process_is_a_table [Once],
     }
@@ -288,9 +289,15 @@ fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
     let (workload, tool) = watch("unbounded", 7, 12, &["-j"])?;
     thread::sleep(Duration::from_secs(7));
     tool.signal(Signal::SIGINT)?;
-    let rows = tool.wait()?.objects()?;
+    let ended = tool.wait()?;
+    let rows = ended.objects()?;
+    // On a busy machine, there may be no time to find what refers to the blocks.
+    let verdict = match ended.stderr.contains("not examined in time") {
+        true => "growing",
+        false => "unbounded",
+    };
     ensure!(
-        rows[0]["verdict"] == "unbounded" && number(&rows[0], "seconds")? < 11.0,
+        rows[0]["verdict"] == verdict && number(&rows[0], "seconds")? < 11.0,
         "{}",
         rows[0]
     );
@@ -304,6 +311,35 @@ fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
         "{}",
         rows[0]
     );
+    Ok(())
+}
+
+/// Expects a run to take its time, and to end soon after a signal, although it takes seconds to examine the blocks.
+fn the_clock_ends_a_run() -> Result<()> {
+    const PERIOD: f64 = 4.0;
+    /// What a busy machine may withhold from the tool's end.
+    const SLACK: f64 = 0.5;
+    let workload = Workload::start("many", &["3000017", "1009"])?;
+    let run = |period: &str| {
+        let args = ["-p", &workload.pid(), "--max-pause", "60000", "--growth"];
+        Tool::start("heapscan", &[&args[..], &[period]].concat())
+    };
+    let begun = Instant::now();
+    let ended = run(&PERIOD.to_string())?.wait()?;
+    let took = begun.elapsed().as_secs_f64();
+    ensure!(
+        (0.9 * PERIOD..1.1 * PERIOD + SLACK).contains(&took),
+        "{took} s: {ended:?}"
+    );
+    for signal in [Signal::SIGINT, Signal::SIGTERM] {
+        let mut tool = run("600")?;
+        tool.wait_for_stderr("is watched for")?;
+        tool.signal(signal)?;
+        let begun = Instant::now();
+        let ended = tool.wait()?;
+        let took = begun.elapsed().as_secs_f64();
+        ensure!(took < 1.0 + SLACK, "{signal}: {took} s: {ended:?}");
+    }
     Ok(())
 }
 
@@ -331,7 +367,7 @@ fn what_becomes_another_program_is_refused() -> Result<()> {
 }
 
 fn the_growth_of_a_process_is_a_table() -> Result<()> {
-    let (workload, tool) = watch("leak", 7, 3, &["-T", "2"])?;
+    let (workload, tool) = watch("leak", 7, 4, &["-T", "2"])?;
     let ended = tool.wait()?;
     end(workload)?;
     ensure!(ended.status.success(), "{ended:?}");

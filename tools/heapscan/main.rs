@@ -33,14 +33,15 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    let process = Process::open(args.pid)?;
+    // A thread that examines copies is not waited for, so the process is never dropped.
+    let process: &Process = Box::leak(Box::new(Process::open(args.pid)?));
     let (mut poller, mut output) = cli::start(args.format(), args.output.as_deref())?;
     privileges::keep_tracing_and(args.copies.capabilities())?;
     let watch = args
         .idle
-        .map(|time| idle::watch(&process, time, &mut poller));
+        .map(|time| idle::watch(process, time, &mut poller));
     let watch = watch.transpose()?;
-    let request = args.copies.request(&process, watch.as_ref());
+    let request = args.copies.request(process, watch.as_ref());
     let leaks = match args.plan() {
         Plan::Screen { top } => screen::print(&args, top, &request, &mut output)?,
         Plan::Sections {
@@ -54,7 +55,8 @@ fn run(args: Args) -> Result<ExitCode> {
         }
         Plan::Growth { period, top } => {
             let container = args.containers.container;
-            growth::run(&request, container, period, top, &mut poller, &mut output)?;
+            let request = args.copies.request(process, None);
+            growth::run(request, container, period, top, &mut poller, &mut output)?;
             0
         }
     };

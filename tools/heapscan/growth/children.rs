@@ -37,13 +37,15 @@ impl Children {
         }
     }
 
-    /// Returns the time of the next look.
-    pub(super) fn next_poll(&self) -> Instant {
-        self.next
+    /// Looks, unless it is too early for that.
+    pub(super) fn look_if_due(&mut self) {
+        if Instant::now() >= self.next {
+            self.look();
+        }
     }
 
     /// Looks for new children, and for children that have ended.
-    pub(super) fn look(&mut self) {
+    fn look(&mut self) {
         let begin = Instant::now();
         self.add(list(self.pid));
         let faults = faults(self.pid);

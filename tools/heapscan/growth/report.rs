@@ -130,7 +130,7 @@ fn growth(study: &Study, types: usize, top: usize) -> GrowthRow {
         points,
         lost,
         cycles: study.found.cycles,
-        forks: study.children.started(),
+        forks: study.started,
     });
     let largest = judge::cause(points);
     let slope = |of: fn(&Point) -> u64| Slope::of(points, of);
@@ -158,7 +158,7 @@ fn growth(study: &Study, types: usize, top: usize) -> GrowthRow {
         lost_new_bytes: lost,
         cycles_new_bytes: study.found.cycles,
         replaced_percent: percent(first.saturating_sub(stayed), first),
-        started_processes: study.children.started(),
+        started_processes: study.started,
         block_bytes,
         heap_resident_bytes: slope(|point| point.heap_resident),
         free_resident_bytes: slope(|point| point.free_resident),

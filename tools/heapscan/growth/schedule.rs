@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use memtools::verdict;
+
 /// Maximum and minimum number of images.
 const MAX_IMAGES: u32 = 12;
 const LEAST: u32 = 4;
@@ -14,32 +16,45 @@ const WORKING: f64 = 0.5;
 const JITTER: f64 = 0.4;
 /// Fractional part of the golden ratio. The fractional parts of its multiples are spread evenly.
 const GOLDEN: f64 = 0.618_034;
+/// Duration of the work on the last image, in looks: what refers to its blocks is found, and both is done again.
+const LAST: u32 = 4;
+/// Maximum part of the time that is kept for that.
+const MAX_LAST: f64 = 0.25;
 
 /// Times of all images.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Schedule {
-    period: Duration,
+    wanted: Duration,
     images: u32,
+    /// Longest time that it took to look through an image.
+    took: Duration,
 }
 
 impl Schedule {
     /// Makes the schedule for a process that stood still for `paused` for its first image, which was looked through in
-    /// `took`. The period is longer than `wanted` if images take too long for that.
+    /// `took`. All has to be done in the time that is `wanted`.
     pub(super) fn new(wanted: Duration, paused: Duration, took: Duration) -> Self {
-        let period = wanted.max(took.mul_f64(f64::from(LEAST) / WORKING));
         let within = |part: f64, each: Duration| {
-            period.as_secs_f64() * part / each.as_secs_f64().max(f64::MIN_POSITIVE)
+            wanted.as_secs_f64() * part / each.as_secs_f64().max(f64::MIN_POSITIVE)
         };
         let images = within(MAX_PAUSED_SHARE, paused).min(within(WORKING, took));
         Self {
-            period,
+            wanted,
             images: images.clamp(f64::from(LEAST), f64::from(MAX_IMAGES)) as u32,
+            took,
         }
     }
 
-    /// Returns the time from the first image to the last.
-    pub(super) fn period(self) -> Duration {
-        self.period
+    /// Takes into account how long it took to look through an image. The process grows, and the machine may have become
+    /// busy.
+    pub(super) fn add(&mut self, took: Duration) {
+        self.took = self.took.max(took);
+    }
+
+    /// Returns when the last image is due.
+    fn period(self) -> Duration {
+        let last = self.took * LAST + verdict::BETWEEN;
+        self.wanted - last.min(self.wanted.mul_f64(MAX_LAST))
     }
 
     /// Returns the number of images to take.
@@ -47,23 +62,23 @@ impl Schedule {
         self.images
     }
 
-    /// Returns when the next image is due, and whether it is the last. Times count from the first image. Images whose
+    /// Returns when the next image is due, and whether it is the last. Times count from the beginning. Images whose
     /// time has passed are left out.
     pub(super) fn next(self, after: Duration) -> (Duration, bool) {
         let due = (1..self.images).map(|number| self.at(number));
         let due = due.into_iter().find(|&due| due > after);
-        let due = due.unwrap_or(self.period);
-        (due, due >= self.period)
+        let due = due.unwrap_or(self.period());
+        (due, due >= self.period())
     }
 
     fn at(self, number: u32) -> Duration {
         let last = self.images - 1;
         if number >= last {
-            return self.period;
+            return self.period();
         }
         let number = f64::from(number);
         let jitter = JITTER * ((number * GOLDEN).fract() - 0.5);
-        self.period.mul_f64((number + jitter) / f64::from(last))
+        self.period().mul_f64((number + jitter) / f64::from(last))
     }
 }
 
@@ -96,21 +111,21 @@ mod tests {
             assert_eq!(moments(schedule).len(), schedule.images() as usize);
             (schedule.images(), schedule.period())
         };
-        assert_eq!(images(2, 50), (12, MINUTE));
+        assert_eq!(images(2, 50), (12, milliseconds(59_700)));
         // 1 % of a minute is enough for six pauses of 90 ms.
-        assert_eq!(images(90, 500), (6, MINUTE));
+        assert_eq!(images(90, 500), (6, milliseconds(57_900)));
         // Half a minute is enough for five looks of 6 s.
-        assert_eq!(images(2, 6000), (5, MINUTE));
+        assert_eq!(images(2, 6000), (5, milliseconds(45_000)));
         // A pause may always be as long as --max-pause allows.
-        assert_eq!(images(2000, 500), (4, MINUTE));
-        assert_eq!(images(2, 30_000), (4, MINUTE * 4));
+        assert_eq!(images(2000, 500), (4, milliseconds(57_900)));
+        assert_eq!(images(2, 30_000), (4, milliseconds(45_000)));
     }
 
     #[test]
     fn images_are_apart_and_not_in_step() {
         let moments = moments(Schedule::new(MINUTE, milliseconds(1), milliseconds(10)));
         let distances: Vec<_> = moments.windows(2).map(|pair| pair[1] - pair[0]).collect();
-        let even = 60.0 / 11.0;
+        let even = 59.86 / 11.0;
         assert!(
             distances
                 .iter()
@@ -127,7 +142,19 @@ mod tests {
     fn what_was_missed_is_left_out() {
         let schedule = Schedule::new(MINUTE, milliseconds(1), milliseconds(10));
         assert!(!schedule.next(milliseconds(40_000)).1);
-        assert_eq!(schedule.next(milliseconds(58_000)), (MINUTE, true));
-        assert_eq!(schedule.next(milliseconds(61_000)), (MINUTE, true));
+        for after in [58_000, 61_000] {
+            let last = schedule.next(milliseconds(after));
+            assert_eq!(last, (milliseconds(59_860), true));
+        }
+    }
+
+    #[test]
+    fn the_last_image_is_early_if_images_take_long() {
+        let mut schedule = Schedule::new(MINUTE, milliseconds(1), milliseconds(10));
+        for (took, last) in [(1000, 55_900), (10, 55_900), (9000, 45_000)] {
+            schedule.add(milliseconds(took));
+            let after = milliseconds(57_000);
+            assert_eq!(schedule.next(after), (milliseconds(last), true));
+        }
     }
 }

@@ -137,15 +137,6 @@ impl HeapSnapshot {
         (parts, stacks + runtime + shared + files + mapped)
     }
 
-    /// Returns the bytes of these blocks that are new since the first image and that only cycles of CPython's objects
-    /// hold.
-    pub(super) fn new_in_cycles(&self, reach: &Reach, followed: &[Followed]) -> u64 {
-        let followed = followed.iter().enumerate();
-        let new =
-            followed.filter(|(number, one)| one.since > 0 && reach.class(*number) == Class::Cycle);
-        new.map(|(_, one)| one.block.size).sum()
-    }
-
     /// Finds what refers to the blocks.
     ///
     /// # Errors
@@ -155,22 +146,9 @@ impl HeapSnapshot {
         Reach::new(&self.image, &self.heap, &self.names.python)
     }
 
-    /// Finds what holds the newest reachable block of each of these groups, by the groups' numbers: the root at which
-    /// the block's chain begins.
-    pub(super) fn holders(
-        &self,
-        reach: &Reach,
-        followed: &[Followed],
-        groups: &HashSet<u32>,
-    ) -> HashMap<u32, String> {
-        let mut newest: HashMap<u32, (u32, usize)> = HashMap::new();
-        for (number, one) in followed.iter().enumerate() {
-            let is_held = groups.contains(&one.group) && reach.class(number) > Class::Cycle;
-            let known = newest.get(&one.group).map(|&(since, _)| since);
-            if is_held && known.is_none_or(|since| since < one.since) {
-                newest.insert(one.group, (one.since, number));
-            }
-        }
+    /// Finds what holds each of these [`newest`] blocks, by their groups' numbers: the root at which the block's chain
+    /// begins.
+    pub(super) fn holders(&self, reach: &Reach, newest: Newest) -> HashMap<u32, String> {
         let root = |number| reach.chain(number).1;
         let roots = newest.values().filter_map(|&(_, number)| root(number));
         let names = verdict::RootNames::of(&self.image, roots);
@@ -180,6 +158,30 @@ impl HeapSnapshot {
             .map(|(group, (_, number))| (group, name(number)))
             .collect()
     }
+}
+
+/// Numbers of groups, each with a block: the number of the first point at which it existed, and its own number.
+pub(super) type Newest = HashMap<u32, (u32, usize)>;
+
+/// Finds the newest reachable block of each of these groups.
+pub(super) fn newest(reach: &Reach, followed: &[Followed], groups: &HashSet<u32>) -> Newest {
+    let mut newest = Newest::new();
+    for (number, one) in followed.iter().enumerate() {
+        let is_held = groups.contains(&one.group) && reach.class(number) > Class::Cycle;
+        let known = newest.get(&one.group).map(|&(since, _)| since);
+        if is_held && known.is_none_or(|since| since < one.since) {
+            newest.insert(one.group, (one.since, number));
+        }
+    }
+    newest
+}
+
+/// Returns the bytes of these blocks that are new since the first image and that only cycles of CPython's objects hold.
+pub(super) fn new_in_cycles(reach: &Reach, followed: &[Followed]) -> u64 {
+    let followed = followed.iter().enumerate();
+    let new =
+        followed.filter(|(number, one)| one.since > 0 && reach.class(*number) == Class::Cycle);
+    new.map(|(_, one)| one.block.size).sum()
 }
 
 /// Returns the bytes in memory of all arenas but the main one that are in no chunk in use.
