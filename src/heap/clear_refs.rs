@@ -1,9 +1,14 @@
 //! Clearing of the kernel's marks on all pages of a process, by /proc/PID/clear_refs (CONFIG_PROC_PAGE_MONITOR).
 
-use std::fs;
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Error, Result};
 
+use super::capture::{self, Crew, Until, WriteText};
 use crate::host::capabilities::{self, Capability};
 use crate::process::proc;
 
@@ -31,26 +36,45 @@ pub(super) fn is_missing() -> bool {
     matches!(fs::exists("/proc/self/clear_refs"), Ok(false))
 }
 
+/// Time in which the marks of a process are cleared, unless others hold the lock of its address space. It takes some 16 ms
+/// for each GB.
+const PATIENCE: Duration = Duration::from_secs(10);
+
 /// Clears the marks of all pages of a process.
 ///
 /// # Errors
-/// If the process has exited, or if its marks may not be cleared.
+/// If the process has exited or does not answer, or if its marks may not be cleared.
 pub(super) fn clear(pid: u32, marks: PageMarks) -> Result<()> {
-    let path = proc::file(pid, "clear_refs");
     let (number, pages) = marks.words();
-    let Err(error) = fs::write(&path, number) else {
-        return Ok(());
+    let path = proc::file(pid, "clear_refs");
+    let opened = OpenOptions::new().write(true).open(&path);
+    let file = explained(pid, pages, opened)?;
+    // The write waits for the lock of the address space.
+    let mut crew = Crew::start()?;
+    let job = Arc::new(WriteText::new(file.as_raw_fd(), number));
+    let until = Until {
+        patience: PATIENCE,
+        ..Until::PROGRESS
     };
-    let has_exited = matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT));
-    Err(error).with_context(|| {
-        if has_exited {
-            return format!("process {pid} has exited");
-        }
-        let remedy = capabilities::remedy(Capability::CAP_DAC_OVERRIDE);
-        format!(
-            "failed to clear the marks of {pages} pages in {}{remedy}",
-            path.display()
-        )
+    match crew.run(job.clone(), until) {
+        Ok(()) => explained(pid, pages, job.result()),
+        Err(_) => Err(capture::no_answer(pid)),
+    }
+}
+
+/// Explains an error of clearing a process's marks of `pages` pages.
+fn explained<T>(pid: u32, pages: &str, cleared: io::Result<T>) -> Result<T> {
+    cleared.map_err(|error| {
+        let has_exited = matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT));
+        let what = if has_exited {
+            format!("process {pid} has exited")
+        } else {
+            let remedy = capabilities::remedy(Capability::CAP_DAC_OVERRIDE);
+            let path = proc::file(pid, "clear_refs");
+            let path = path.display();
+            format!("failed to clear the marks of {pages} pages in {path}{remedy}")
+        };
+        Error::from(error).context(what)
     })
 }
 

@@ -1,11 +1,12 @@
 //! /proc/PID/smaps: how much of each mapping is in memory, by kind.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader};
-
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::process::proc::{self, Mapping};
+use crate::process::reader;
+
+/// Maximum number of bytes of /proc/PID/smaps: about 350,000 mappings.
+const MOST: usize = 256 << 20;
 
 /// Mapping, with the sizes that the kernel finds by walking the page tables.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,20 +29,17 @@ pub struct MappedMemory {
 /// at a time, and releases it between two reads.
 ///
 /// # Errors
-/// If the process has exited, or permission is denied.
+/// If the process has exited or does not answer, if permission is denied, or if there are too many mappings.
 pub fn read(pid: u32) -> Result<Vec<MappedMemory>> {
-    let path = proc::file(pid, "smaps");
-    let path = path.display();
-    let file = File::open(path.to_string()).with_context(|| format!("failed to open {path}"))?;
-    let mut lines = BufReader::with_capacity(1 << 16, file);
-    let (mut all, mut line) = (Vec::new(), Vec::new());
-    while lines
-        .read_until(b'\n', &mut line)
-        .with_context(|| format!("failed to read {path}"))?
-        > 0
-    {
-        add_line(&mut all, line.strip_suffix(b"\n").unwrap_or(&line));
-        line.clear();
+    let lines = reader::read_file(pid, "smaps", MOST)
+        .with_context(|| format!("failed to read {}", proc::file(pid, "smaps").display()))?;
+    ensure!(
+        lines.len() < MOST,
+        "process {pid} has too many mappings to read their sizes"
+    );
+    let mut all = Vec::new();
+    for line in lines.split(|&byte| byte == b'\n') {
+        add_line(&mut all, line);
     }
     Ok(all)
 }

@@ -5,6 +5,8 @@
  *
  *	lock    a child reads that memory of this process, which holds the lock of the
  *	        address space (mmap_lock) for ever
+ *	queue   as lock; then this process waits for the lock itself, to map memory, and
+ *	        whoever wants the lock later waits as well
  *	java    exports the symbols of HotSpot, whose tables are in that memory
  *
  * facts: none
@@ -207,18 +209,22 @@ static void hold_lock(const char *memory)
 int main(int argc, char **argv)
 {
 	if (argc != 3)
-		usage("lock|java FOLDER");
+		usage("lock|queue|java FOLDER");
 
 	bool java = !strcmp(argv[1], "java");
 	char *memory = map_own_file(argv[2], java);
 
-	if (!strcmp(argv[1], "lock"))
+	bool queue = !strcmp(argv[1], "queue");
+
+	if (queue || !strcmp(argv[1], "lock"))
 		hold_lock(memory);
 	else if (java)
 		gHotSpotVMStructs = memory, gHotSpotVMTypes = memory + PAGE;
 	else
-		usage("lock|java FOLDER");
+		usage("lock|queue|java FOLDER");
 	ready();
+	if (queue)
+		map_pages(1);
 	done();
 	return 0;
 }

@@ -4,9 +4,8 @@ use std::cmp::Reverse;
 use std::io::{self, Write};
 
 use anyhow::{Error, Result};
-use memtools::heap::area::Area;
 use memtools::heap::blocks::{Coverage, Heap};
-use memtools::heap::capture::Request;
+use memtools::heap::capture::{self, Request};
 use memtools::heap::image::Image;
 use memtools::heap::runtimes::Runtime;
 use memtools::heap::walk::Walked;
@@ -100,12 +99,11 @@ fn print_answers(judged: &Result<Report>, output: &mut Output) -> Result<()> {
 /// Returns the memory of a process that could not be copied, as the kernel counts it. Returns None if that cannot be
 /// read either.
 fn uncopied(args: &Args, cgroup_info: CgroupInfo) -> Option<HeapRow> {
-    let read = |name| std::fs::read(proc::file(args.pid, name));
-    let comm = read("comm").ok()?;
+    let comm = std::fs::read(proc::file(args.pid, "comm")).ok()?;
     let mut image = Image::default();
     image.pid = args.pid;
     image.comm = comm.strip_suffix(b"\n").unwrap_or(&comm).to_vec();
-    image.areas = Area::parse_list(&read("maps").ok()?);
+    image.areas = capture::areas(args.pid).ok()?;
     let why = "not copied".to_owned();
     let walked = Walked {
         image,

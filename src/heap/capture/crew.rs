@@ -45,7 +45,7 @@ const FAR_READY: usize = 4 << 20;
 /// # Safety
 /// The work is done by processes that have our memory but no thread-local storage of their own. So `work` must make
 /// system calls by [`arch::system_call`] alone, and must neither allocate, nor lock, nor panic.
-pub(super) unsafe trait Job: Send + Sync {
+pub(in crate::heap) unsafe trait Job: Send + Sync {
     /// Does a share of the work. Returns soon after the [board](Board::is_over) says so.
     fn work(&self, own: &mut Own, board: &Board);
 
@@ -55,7 +55,7 @@ pub(super) unsafe trait Job: Send + Sync {
 
 /// Memory of one worker.
 #[derive(Debug)]
-pub(super) struct Own {
+pub(in crate::heap) struct Own {
     /// Number of the worker, from 0 on.
     pub(super) number: usize,
     /// Buffer of [`NEAR`] bytes.
@@ -111,7 +111,7 @@ impl Own {
 
 /// What workers and their owner share.
 #[derive(Debug, Default)]
-pub(super) struct Board {
+pub(in crate::heap) struct Board {
     /// Number of the current job, from 1 on.
     turn: AtomicU32,
     /// Number of workers that have not finished the current job.
@@ -143,22 +143,27 @@ impl Board {
 
 /// Limit on the time that a job takes.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Until {
+pub(in crate::heap) struct Until {
     /// Time at which the job is over.
-    pub(super) at: Option<Instant>,
+    pub(in crate::heap) at: Option<Instant>,
+    /// Time without progress after which the job is over.
+    pub(in crate::heap) patience: Duration,
 }
 
 impl Until {
     /// No limit, as long as there is progress.
-    pub(super) const PROGRESS: Self = Self { at: None };
+    pub(in crate::heap) const PROGRESS: Self = Self {
+        at: None,
+        patience: PATIENCE,
+    };
 }
 
 /// Part of a job that was done when its time was over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Late {
+pub(in crate::heap) struct Late {
     pub(super) done: u64,
     pub(super) total: u64,
-    /// Whether there was no progress for [`PATIENCE`].
+    /// Whether there was no progress for the [patience](Until::patience).
     pub(super) is_stalled: bool,
 }
 
@@ -190,7 +195,7 @@ struct Worker {
 }
 
 /// Workers, which are killed when the value is dropped.
-pub(super) struct Crew {
+pub(in crate::heap) struct Crew {
     board: Arc<Board>,
     workers: Vec<Worker>,
     /// Job that was not finished in time.
@@ -203,7 +208,7 @@ impl Crew {
     ///
     /// # Errors
     /// If there are too many processes, or if there is no memory.
-    pub(super) fn start() -> Result<Self> {
+    pub(in crate::heap) fn start() -> Result<Self> {
         let mut crew = Self {
             board: Arc::default(),
             workers: Vec::new(),
@@ -219,9 +224,9 @@ impl Crew {
     /// Has a job done.
     ///
     /// # Errors
-    /// If the time is over, or if there is no progress for [`PATIENCE`]. After that, nothing but the
+    /// If the time is over, or if there is no progress for a while. After that, nothing but the
     /// [end](Self::end) can be done with the crew, and the job's memory may still change until then.
-    pub(super) fn run(&mut self, job: Arc<dyn Job>, until: Until) -> Result<(), Late> {
+    pub(in crate::heap) fn run(&mut self, job: Arc<dyn Job>, until: Until) -> Result<(), Late> {
         let board = &*self.board;
         for worker in &self.workers {
             // SAFETY: no worker works.
@@ -244,13 +249,13 @@ impl Crew {
             if done != progress {
                 (progress, since) = (done, Instant::now());
             }
-            let end = since + PATIENCE;
+            let end = since + until.patience;
             let end = until.at.map_or(end, |at| at.min(end));
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 board.is_over.store(true, Ordering::Relaxed);
                 let late = Late {
-                    is_stalled: since.elapsed() >= PATIENCE,
+                    is_stalled: since.elapsed() >= until.patience,
                     ..Late::at(done, job.total())
                 };
                 self.unfinished = Some(job);
@@ -439,10 +444,7 @@ impl ReadSpans {
 
     /// Returns the error of the job.
     pub(super) fn result(&self) -> io::Result<()> {
-        match self.error.load(Ordering::Relaxed) {
-            0 => Ok(()),
-            error => Err(io::Error::from_raw_os_error(error.cast_signed())),
-        }
+        result(&self.error)
     }
 }
 
@@ -486,6 +488,60 @@ unsafe impl Job for ReadSpans {
         lengths
             .filter(|&length| length != Self::REST)
             .sum::<usize>() as u64
+    }
+}
+
+/// Writes a text to a file, at once, in the first worker.
+#[derive(Debug)]
+pub(in crate::heap) struct WriteText {
+    file: libc::c_int,
+    text: &'static str,
+    /// Error number, or 0.
+    error: AtomicU32,
+}
+
+impl WriteText {
+    pub(in crate::heap) fn new(file: libc::c_int, text: &'static str) -> Self {
+        Self {
+            file,
+            text,
+            error: AtomicU32::new(0),
+        }
+    }
+
+    /// Returns the error of the job.
+    pub(in crate::heap) fn result(&self) -> io::Result<()> {
+        result(&self.error)
+    }
+}
+
+// SAFETY: makes one system call.
+unsafe impl Job for WriteText {
+    fn work(&self, own: &mut Own, board: &Board) {
+        if own.number != 0 {
+            return;
+        }
+        let (text, length) = (self.text.as_ptr() as usize, self.text.len());
+        let arguments = [self.file as usize, text, length, 0, 0, 0];
+        // SAFETY: the kernel reads the text.
+        let written = unsafe { arch::system_call(libc::SYS_write, arguments) };
+        if written < 0 {
+            let error = (written as i32).unsigned_abs();
+            self.error.store(error, Ordering::Relaxed);
+        }
+        board.advance(1);
+    }
+
+    fn total(&self) -> u64 {
+        1
+    }
+}
+
+/// Returns the error with this number, unless that is 0.
+fn result(error: &AtomicU32) -> io::Result<()> {
+    match error.load(Ordering::Relaxed) {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(error.cast_signed())),
     }
 }
 
@@ -566,6 +622,7 @@ mod tests {
         let begun = Instant::now();
         let until = Until {
             at: Some(begun + Duration::from_millis(20)),
+            ..Until::PROGRESS
         };
         let job = Arc::new(Waits(read.as_raw_fd()));
         let late = crew.run(job.clone(), until);

@@ -46,7 +46,8 @@ use crate::process::translator;
 
 use bound::{Overrun, Overruns, Pause, Step};
 use buffers::CopyBuffers;
-use crew::{Crew, Late, Until};
+use crew::Late;
+pub(super) use crew::{Crew, Until, WriteText};
 use pages::Pages;
 use stop::{Stopped, Unstopped, UnstoppedThread};
 use tries::Tries;
@@ -298,7 +299,10 @@ impl Request<'_> {
         pages: &mut Pages,
         buffers: &mut CopyBuffers,
     ) -> Result<Taken> {
-        let until = Until { at: pause.end };
+        let until = Until {
+            at: pause.end,
+            ..Until::PROGRESS
+        };
         let over = |step, since, late| Ok(Taken::Over(pause.overrun(step, since, late)));
         let since = Instant::now();
         let (areas, found) = match pages.list(crew, self.pre_copy, until)? {
@@ -392,7 +396,8 @@ fn answered<T>(pid: u32, read: Result<T, Late>) -> Result<T> {
     read.map_err(|_| no_answer(pid))
 }
 
-fn no_answer(pid: u32) -> anyhow::Error {
+/// Returns the error that a process does not answer.
+pub(super) fn no_answer(pid: u32) -> anyhow::Error {
     anyhow!(
         "process {pid} did not answer, and runs on: a page of its memory cannot be read (a file whose server does not \
          answer, such as FUSE or NFS, or userfaultfd), or others hold the lock of its address space"
@@ -503,7 +508,11 @@ fn available() -> u64 {
     memory.get("MemAvailable").unwrap_or(u64::MAX)
 }
 
-fn areas(pid: u32) -> Result<Vec<Area>> {
+/// Returns the mappings of a process.
+///
+/// # Errors
+/// If the process has exited or does not answer, or if its mappings may not be read.
+pub fn areas(pid: u32) -> Result<Vec<Area>> {
     let maps = reader::read_file(proc::living_thread(pid), "maps", MAPS)
         .with_context(|| format!("failed to read the mappings of process {pid}"))?;
     let areas = Area::parse_list(&maps);

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use super::{NOBODY, text};
 use crate::harness::{self, Tool, Workload};
-use crate::{brkstack, memleak};
+use crate::{brkstack, heap_pause, memleak};
 
 /// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
@@ -21,6 +21,7 @@ pub(super) fn tests() -> Vec<Trial> {
         a_lock_that_is_held_refuses_probes [Fuse],
         probes_outlast_a_lock_that_is_held [Fuse],
         memory_that_never_answers_keeps_no_tool_waiting [Fuse],
+        what_never_answers_is_not_copied [Fuse],
     }
 }
 
@@ -29,6 +30,9 @@ const FORK: Duration = Duration::from_secs(5);
 
 /// Time within which probes are removed once the lock is free: two tries, and the removal on an emulated machine.
 const REMOVAL: Duration = Duration::from_secs(40);
+
+/// Time within which a tool gives up a process that does not answer, also on an emulated machine.
+const ANSWER: Duration = Duration::from_secs(20);
 
 /// Starts the hostile program, and returns the folder on which it has mounted its file system.
 fn start(what: &str) -> Result<(TempDir, Workload)> {
@@ -110,4 +114,34 @@ fn memory_that_never_answers_keeps_no_tool_waiting() -> Result<()> {
     let whole = format!("main;grow_heap {GROWN}\n");
     ensure!(ended.stdout.contains(&whole), "{ended:?}");
     Ok(())
+}
+
+/// The pages of the process are listed under the lock of its address space, for which the process waits, too. So all
+/// that come later wait for ever.
+fn what_never_answers_is_not_copied() -> Result<()> {
+    let (_folder, mut hostile) = start("queue")?;
+    let pid = hostile.pid();
+    hostile.go()?;
+    harness::eventually("the process waits", || {
+        Ok(heap_pause::tracer_and_state(&pid)?.1.starts_with('D'))
+    })?;
+    for options in [
+        &["--layout"][..],
+        &["--pre-copy", "--leaks"],
+        &["--growth", "60"],
+        &[],
+    ] {
+        let begun = Instant::now();
+        let ended = Tool::start("heapscan", &[&["-p", &pid], options].concat())?.wait()?;
+        ensure!(ended.status.code() == Some(1), "{ended:?}");
+        // Linux 5.10 can prefer a reader to a writer that waits for the lock. Then the process does not stop.
+        let reasons = ["did not answer", "did not stop within"];
+        ensure!(
+            reasons.iter().any(|why| ended.stderr.contains(why)),
+            "{ended:?}"
+        );
+        ensure!(begun.elapsed() < ANSWER, "{ended:?}");
+        ensure!(heap_pause::tracer_and_state(&pid)?.0 == "0", "{ended:?}");
+    }
+    expect_forks()
 }
