@@ -99,7 +99,7 @@ fn labelled_programs_are_told_apart() -> Result<()> {
 }
 
 fn types_that_grow_are_told_with_their_rate() -> Result<()> {
-    let (workload, tool) = watch("leak", 7, 4, &["-j", "-T", "1000"])?;
+    let (workload, tool) = watch("leak", 7, 7, &["-j", "-T", "1000"])?;
     let rows = tool.wait()?.objects()?;
     let facts = end(workload)?;
     let head = &rows[0];
@@ -142,7 +142,7 @@ fn types_that_grow_are_told_with_their_rate() -> Result<()> {
 }
 
 fn a_held_type_is_told_with_what_holds_it() -> Result<()> {
-    let (workload, tool) = watch("unbounded", 7, 4, &["-j", "-T", "1000"])?;
+    let (workload, tool) = watch("unbounded", 7, 7, &["-j", "-T", "1000"])?;
     let rows = tool.wait()?.objects()?;
     end(workload)?;
     ensure!(
@@ -204,7 +204,7 @@ fn cycles_of_python_are_no_cache() -> Result<()> {
             "-jp",
             &workload.pid(),
             "--growth",
-            "4",
+            "7",
             "--max-pause",
             "60000",
         ];
@@ -367,7 +367,7 @@ fn what_becomes_another_program_is_refused() -> Result<()> {
 }
 
 fn the_growth_of_a_process_is_a_table() -> Result<()> {
-    let (workload, tool) = watch("leak", 7, 4, &["-T", "2"])?;
+    let (workload, tool) = watch("leak", 7, 7, &["-T", "2"])?;
     let ended = tool.wait()?;
     end(workload)?;
     ensure!(ended.status.success(), "{ended:?}");

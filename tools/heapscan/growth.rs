@@ -32,7 +32,7 @@ use watcher::{End, Watcher};
 /// Minimum number of points for a slope.
 const MIN_POINTS: usize = 3;
 /// Part of the period by which its end may be late, if the last image is still examined.
-const LATE: f64 = 0.08;
+const LATE: f64 = 0.05;
 /// Time after a signal, or after the exit of the process, in which the examination may still end.
 const GRACE: Duration = Duration::from_millis(600);
 /// Longest time until the end of the examination is seen.

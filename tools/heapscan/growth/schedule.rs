@@ -26,8 +26,10 @@ const MAX_LAST: f64 = 0.25;
 pub(super) struct Schedule {
     wanted: Duration,
     images: u32,
-    /// Longest time that it took to look through an image.
-    took: Duration,
+    /// Time of the last image, as it was planned.
+    period: Duration,
+    /// Time of the last image.
+    last: Duration,
 }
 
 impl Schedule {
@@ -38,23 +40,19 @@ impl Schedule {
             wanted.as_secs_f64() * part / each.as_secs_f64().max(f64::MIN_POSITIVE)
         };
         let images = within(MAX_PAUSED_SHARE, paused).min(within(WORKING, took));
+        let last = last(wanted, took);
         Self {
             wanted,
             images: images.clamp(f64::from(LEAST), f64::from(MAX_IMAGES)) as u32,
-            took,
+            period: last,
+            last,
         }
     }
 
-    /// Takes into account how long it took to look through an image. The process grows, and the machine may have become
-    /// busy.
+    /// Takes into account how long it took to look through the latest image. The process grows, and the machine may have
+    /// become busy.
     pub(super) fn add(&mut self, took: Duration) {
-        self.took = self.took.max(took);
-    }
-
-    /// Returns when the last image is due.
-    fn period(self) -> Duration {
-        let last = self.took * LAST + verdict::BETWEEN;
-        self.wanted - last.min(self.wanted.mul_f64(MAX_LAST))
+        self.last = last(self.wanted, took);
     }
 
     /// Returns the number of images to take.
@@ -65,21 +63,26 @@ impl Schedule {
     /// Returns when the next image is due, and whether it is the last. Times count from the beginning. Images whose
     /// time has passed are left out.
     pub(super) fn next(self, after: Duration) -> (Duration, bool) {
-        let due = (1..self.images).map(|number| self.at(number));
+        let due = (1..self.images - 1).map(|number| self.at(number));
         let due = due.into_iter().find(|&due| due > after);
-        let due = due.unwrap_or(self.period());
-        (due, due >= self.period())
+        match due.filter(|&due| due < self.last) {
+            Some(due) => (due, false),
+            None => (self.last, true),
+        }
     }
 
     fn at(self, number: u32) -> Duration {
-        let last = self.images - 1;
-        if number >= last {
-            return self.period();
-        }
+        let last = f64::from(self.images - 1);
         let number = f64::from(number);
         let jitter = JITTER * ((number * GOLDEN).fract() - 0.5);
-        self.period().mul_f64((number + jitter) / f64::from(last))
+        self.period.mul_f64((number + jitter) / last)
     }
+}
+
+/// Returns when the last image is due, if it takes so long to look through an image.
+fn last(wanted: Duration, took: Duration) -> Duration {
+    let last = took * LAST + verdict::BETWEEN;
+    wanted - last.min(wanted.mul_f64(MAX_LAST))
 }
 
 #[cfg(test)]
@@ -109,7 +112,7 @@ mod tests {
         let images = |paused, took| {
             let schedule = Schedule::new(MINUTE, milliseconds(paused), milliseconds(took));
             assert_eq!(moments(schedule).len(), schedule.images() as usize);
-            (schedule.images(), schedule.period())
+            (schedule.images(), schedule.last)
         };
         assert_eq!(images(2, 50), (12, milliseconds(59_700)));
         // 1 % of a minute is enough for six pauses of 90 ms.
@@ -149,9 +152,9 @@ mod tests {
     }
 
     #[test]
-    fn the_last_image_is_early_if_images_take_long() {
+    fn the_last_image_is_early_if_the_latest_took_long() {
         let mut schedule = Schedule::new(MINUTE, milliseconds(1), milliseconds(10));
-        for (took, last) in [(1000, 55_900), (10, 55_900), (9000, 45_000)] {
+        for (took, last) in [(1000, 55_900), (10, 59_860), (9000, 45_000)] {
             schedule.add(milliseconds(took));
             let after = milliseconds(57_000);
             assert_eq!(schedule.next(after), (milliseconds(last), true));
