@@ -5,6 +5,7 @@
 #ifndef MEMTOOLS_MEMLEAK_CALLS_BPF_H
 #define MEMTOOLS_MEMLEAK_CALLS_BPF_H
 
+#include "copies.bpf.h"
 #include "events.bpf.h"
 #include "sampling.bpf.h"
 #include "totals.bpf.h"
@@ -391,13 +392,17 @@ static __noinline int skip_return(struct pt_regs *ctx, struct thread *thread)
 }
 
 /*
- * Whether the options match the current task. A function of its own for `ids`, for which a program
- * on a uprobe has no stack: it has 48 bytes in all.
+ * Whether the options match the task that makes a call. Whichever task it is, it is stopped if the
+ * call is about to replace code. A function of its own for `ids`, for which a program on a uprobe
+ * has no stack: it has 48 bytes in all.
  */
-static __noinline int filter_wants_current(void)
+static __noinline int call_is_wanted(struct pt_regs *ctx, __u32 signature)
 {
+	__u32 kind = field(signature, SIGNATURE_KIND);
 	struct task_ids ids;
 
+	if (kind == FUNCTION_MAP || kind == FUNCTION_UNMAP || kind == FUNCTION_REMAP)
+		copies_watch(ctx, kind);
 	return filter_wants(&ids);
 }
 
@@ -407,7 +412,7 @@ static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_
 	struct thread *thread;
 
 	count_hit();
-	if (!filter_wants_current())
+	if (!call_is_wanted(ctx, signature))
 		return 0;
 	if (field(signature, SIGNATURE_KIND) == FUNCTION_FREE) {
 		release(ctx, signature, use_table);

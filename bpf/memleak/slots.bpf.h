@@ -64,7 +64,7 @@ static __always_inline void move_slot(struct pt_regs *ctx, __u32 signature, bool
 	__u64 slot;
 
 	count_hit();
-	if (!filter_wants_current())
+	if (!call_is_wanted(ctx, signature))
 		return;
 	slot = slot_at(ctx, signature);
 	if (!slot)

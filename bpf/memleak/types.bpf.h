@@ -46,6 +46,7 @@ EXPORT_TYPE(enum signature_shift);
 
 /* Flags of mmap and mremap, whose arguments are the same everywhere. */
 #define MAP_FIXED	 0x10
+#define MREMAP_FIXED	 2
 #define MREMAP_DONTUNMAP 4
 
 #define SIGNATURES 60
@@ -72,6 +73,7 @@ enum event_kind {
 	EVENT_EXIT,	     /* the last thread of the process has ended */
 	EVENT_FREED_TWICE,   /* the address was freed and not allocated since */
 	EVENT_MOVED,	     /* the process is in another cgroup, of any hierarchy */
+	EVENT_CODE_REPLACED, /* the process is stopped before it replaces code in this range */
 	EVENT_OVERFLOW_FULL, /* live blocks need another map soon */
 	EVENT_ALLOC_ENTER,   /* --trace only, as the next two */
 	EVENT_ALLOC_EXIT,

@@ -113,7 +113,9 @@ impl CodeFile {
     /// Returns whether the code was generated at run time: the mapping has no file, or a memfd.
     pub(crate) fn is_generated(&self) -> bool {
         let path = self.mapping.path.as_os_str().as_bytes();
-        (self.mapping.inode == 0 && !path.starts_with(b"[")) || path.starts_with(b"/memfd:")
+        let in_memory = [&b"/memfd:"[..], b"/anon_hugepage"];
+        (self.mapping.inode == 0 && !path.starts_with(b"["))
+            || in_memory.iter().any(|start| path.starts_with(start))
     }
 
     /// Returns the open file. None if the mapping has no file, or the file cannot be found any more. The first call
@@ -207,6 +209,13 @@ impl Image {
     pub fn program(&self) -> Option<&MappedCode> {
         let mut code = self.code.iter();
         code.find(|code| !code.file.is_generated())
+    }
+
+    /// Whether code in this range replaces code of the program itself. No program unmaps its own code except to run a
+    /// copy of it, in huge pages.
+    fn is_of_program(&self, range: &Range<u64>) -> bool {
+        let program = self.program().map(|code| &code.range);
+        program.is_some_and(|program| program.start <= range.start && range.end <= program.end)
     }
 
     /// Returns whether the image has no known mappings.
@@ -356,6 +365,10 @@ impl AddressSpaces {
             .get_mut(&pid)
             .and_then(|images| images.last_mut())
         {
+            // The copy has the program's functions at the same addresses.
+            if file.is_generated() && image.is_of_program(&range) {
+                return;
+            }
             let code = Rc::make_mut(&mut image.code);
             // Mappings that the new one covers completely are removed, as when generated code is made executable once
             // more.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`proc`] | a process to be traced: whether it runs, its kind, its mappings |
 //! | [`filter`] | which tasks are traced: processes, names, a cgroup |
+//! | [`code_copies`] | copies of a program's code in other memory, without breakpoints |
 //! | [`command`] | a command to be traced, held before exec until the probes are live |
 //! | [`follow`] | the descendants of traced processes |
 //! | [`guard`] | a process that outlives the tool, to undo temporary changes |
@@ -18,6 +19,7 @@
 //! | `mmap_lock` | locks of processes' address spaces, and whether each can be taken |
 //! | `reader` | files of a process that may never answer, read by a child |
 //! | [`smaps`] | resident and swapped bytes of each mapping |
+//! | [`stopped`] | processes that a BPF program has stopped |
 //! | [`traced_code`] | the code that traced processes have mapped, kept up to date |
 //! | [`translator`] | programs that read other programs' code as data |
 //! | [`uprobes`] | registration and removal of uprobes without harm to any process |
@@ -25,6 +27,7 @@
 
 pub mod address_space;
 pub mod cgroup;
+pub mod code_copies;
 pub mod command;
 pub mod complete;
 pub mod container;
@@ -40,6 +43,7 @@ pub mod origin;
 pub mod proc;
 pub(crate) mod reader;
 pub mod smaps;
+pub mod stopped;
 pub mod traced_code;
 pub mod translator;
 pub mod uprobes;

@@ -35,6 +35,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         children_want_a_parent,
         a_process_without_its_main_thread,
         a_main_thread_that_ends_meanwhile,
+        a_program_that_copies_its_code_survives,
     }
 }
 
@@ -111,6 +112,32 @@ fn a_main_thread_that_ends_meanwhile() -> Result<()> {
     let groups = memleak::last_report(&ended.stdout)?;
     let leaked = memleak::outstanding(&groups, "leak_leaderless");
     ensure!(leaked == (37 * 4093, 37), "{leaked:?}: {ended:?}");
+    Ok(())
+}
+
+/// Breakpoints that a program has copied with its code are removed before it runs the copy. The trace ends.
+fn a_program_that_copies_its_code_survives() -> Result<()> {
+    for (program, way) in [
+        ("copies", "mremap"),
+        ("copies", "mmap"),
+        ("copies", "memfd"),
+        ("copies-static", "mremap"),
+    ] {
+        let mut workload = Workload::start(program, &["31", "4093", way])?;
+        let tool = start(&["-p", &workload.pid()])?;
+        workload.work()?;
+        let survived = workload.work().and_then(|_| workload.finish());
+        let survived = survived.with_context(|| format!("{program} {way}"))?;
+        ensure!(survived.success(), "{program} {way}: {survived}");
+        let ended = tool.wait()?;
+        ensure!(
+            ended.status.code() == Some(1) && ended.stderr.contains("replaces its code by a copy"),
+            "{program} {way}: {ended:?}"
+        );
+        let groups = memleak::last_report(&ended.stdout)?;
+        let leaked = memleak::outstanding(&groups, "leak_copies");
+        ensure!(leaked == (31 * 4093, 31), "{leaked:?}: {groups:#?}");
+    }
     Ok(())
 }
 

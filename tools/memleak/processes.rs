@@ -5,6 +5,7 @@
 
 mod allocators;
 mod block_map_sizes;
+mod copies;
 mod cost;
 mod ended;
 mod events;
@@ -202,6 +203,12 @@ impl Source for Processes<'_> {
             |event: &event| [Kind::EVENT_EXEC, Kind::EVENT_MOVED].contains(&event.kind);
         if new.iter().any(brings_code) {
             self.upkeep.schedule_scan_soon();
+        }
+        if new
+            .iter()
+            .any(|event| event.kind == Kind::EVENT_CODE_REPLACED)
+        {
+            self.upkeep.release_copiers();
         }
         for moved in new.extract_if(.., |event| event.kind == Kind::EVENT_MOVED) {
             self.symbolizer.code.moved(moved.pid);

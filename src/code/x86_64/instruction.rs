@@ -12,6 +12,9 @@ pub(super) const LONGEST: usize = 15;
 /// Bytes of a file from an offset on, enough for one instruction; zero behind the file's end.
 pub type Code = [u8; LONGEST];
 
+/// Instruction that a uprobe writes over the first byte of the probed one (int3).
+pub(crate) const BREAKPOINT: [u8; 1] = [0xcc];
+
 /// Reads the bytes at this offset of a file.
 ///
 /// # Errors

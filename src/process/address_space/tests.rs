@@ -54,6 +54,19 @@ fn a_stack_finds_the_image_that_it_is_of() {
 }
 
 #[test]
+fn a_copy_of_the_programs_code_has_its_functions() {
+    let mut spaces = AddressSpaces::of(TrackedProcesses::All);
+    spaces.apply(mapped(PID, 0x1000, "/usr/bin/php"));
+    spaces.apply(mapped(PID, 0x5000, "/lib/libc"));
+    spaces.apply(mapped(PID, 0x1000, "/memfd:text"));
+    spaces.apply(mapped(PID, 0x5000, "/memfd:jit"));
+    assert_eq!(
+        at(&mut spaces, PID, &[0x1000, 0x5000]),
+        ["php", "memfd:jit"]
+    );
+}
+
+#[test]
 fn code_that_is_mapped_for_ever_takes_bounded_memory() {
     let mut spaces = AddressSpaces::of(TrackedProcesses::All);
     for _ in 0..3 * MAX_MAPPINGS {

@@ -6,23 +6,20 @@
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::ptr::{from_mut, from_ref, null};
+use std::ptr::from_ref;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, libbpf_sys};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 
 use crate::bpf::raw_tracepoint::RawTracepoint;
 use crate::process::guard::Guard;
+use crate::process::stopped;
 
 /// HELD_PROCESS of `held.bpf.h`: the command's PID; 0 if nothing is held.
 const HELD_PROCESS: u32 = 0;
 /// HELD_DESCENDANTS: 1 if the command's descendants are held, too.
 const HELD_DESCENDANTS: u32 = 1;
-/// HELD_AT_A_TIME: maximum number of processes that are stopped at a time.
-const HELD_AT_A_TIME: u32 = 256;
 
 /// Time without a new mapping of code after which a command counts as started. The time in which it waits for a CPU
 /// does not count.
@@ -121,7 +118,7 @@ impl Held {
         if now.is_none_or(|now| now == file.to_ne_bytes()) {
             // A process that has exited needs neither.
             let _ = self.maps.stopped.delete(&pid.to_ne_bytes());
-            resume(pid);
+            stopped::resume(pid);
         }
         stopped_again
     }
@@ -140,7 +137,7 @@ fn time_without_cpu(pid: u32) -> Duration {
 
 /// Stops holding the command, and resumes the processes that BPF programs have stopped. Processes that have stopped
 /// themselves are left alone. Makes system calls only.
-fn release_all(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
+fn release_all(held: BorrowedFd<'_>, stops: BorrowedFd<'_>) {
     // SAFETY: keys and values are of the sizes that the map has, and outlive the call.
     unsafe {
         libbpf_sys::bpf_map_update_elem(
@@ -151,29 +148,7 @@ fn release_all(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
         );
     }
     wait_for_programs();
-    let mut last = None;
-    for _ in 0..HELD_AT_A_TIME {
-        let (mut pid, mut file) = (0u32, 0u64);
-        let from = last.as_ref().map_or(null(), from_ref::<u32>);
-        let map = stopped.as_raw_fd();
-        // SAFETY: keys and values are of the sizes that the map has, and outlive the call; a null pointer means the
-        // beginning.
-        let none = unsafe {
-            libbpf_sys::bpf_map_get_next_key(map, from.cast(), from_mut(&mut pid).cast()) != 0
-                || libbpf_sys::bpf_map_lookup_elem(
-                    map,
-                    from_ref(&pid).cast(),
-                    from_mut(&mut file).cast(),
-                ) != 0
-        };
-        if none {
-            break;
-        }
-        if file != 0 {
-            resume(pid);
-        }
-        last = Some(pid);
-    }
+    stopped::resume_all(stops);
 }
 
 /// Waits until every BPF program that runs now has ended. BPF programs run in RCU read-side critical sections, and
@@ -190,10 +165,4 @@ fn wait_for_programs() {
         // SAFETY: the time outlives the call, which writes nothing back.
         unsafe { libc::nanosleep(&LONGER_THAN_ANY_PROGRAM, std::ptr::null_mut()) };
     }
-}
-
-/// Resumes a process by one system call.
-fn resume(pid: u32) {
-    // A process that has exited needs no signal.
-    let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGCONT);
 }

@@ -110,7 +110,7 @@ impl Processes<'_> {
                 None
             }
             // The event has already woken up the poller, and add_capacity() follows.
-            Kind::EVENT_OVERFLOW_FULL => None,
+            Kind::EVENT_OVERFLOW_FULL | Kind::EVENT_CODE_REPLACED => None,
             Kind::EVENT_ALLOC_ENTER => Some(Step::AllocEntered),
             Kind::EVENT_ALLOC_EXIT => Some(Step::AllocExited),
             _ => Some(Step::FreeEntered),

@@ -263,6 +263,11 @@ impl LoadedFiles {
         Ok(Some(object))
     }
 
+    /// Iterates over the files that are probed, except those that were probed at the start.
+    pub(crate) fn objects(&self) -> impl Iterator<Item = &Object> {
+        self.objects.iter().map(|(_, object)| object)
+    }
+
     /// Probes all files once more, at the start and later ones, whose probes have been removed.
     /// Returns the new links.
     pub(crate) fn probe_again(

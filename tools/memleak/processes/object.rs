@@ -131,6 +131,11 @@ impl Object {
         functions.filter(|function| function.signature.is_of_slot())
     }
 
+    /// Iterates over the instructions that are probed, each with what follows it.
+    pub(crate) fn code(&self) -> impl Iterator<Item = Code> {
+        self.functions.iter().map(|function| function.code)
+    }
+
     /// Fails if the file has other instructions now than when it was searched: a breakpoint in the middle of an
     /// instruction changes what the program does.
     pub(crate) fn expect_unchanged(&self) -> Result<()> {

@@ -13,6 +13,7 @@ use memtools::process::mapped_file::MappedFile;
 use memtools::process::proc::{CodeFiles, Process};
 use memtools::process::translator;
 
+use super::copies;
 use super::object::{Object, is_named};
 use crate::args::Args;
 
@@ -36,6 +37,7 @@ pub(crate) fn of_process(
 ) -> Result<SearchedFiles> {
     let mappings = process.code_mappings()?;
     expect_no_translator(process, mappings.iter().map(|code| code.path.as_path()))?;
+    copies::warn_if_copied(process);
     let CodeFiles { files, errors } = process.open_code(&mappings);
     for error in &errors {
         warn_once(&format!("{error:#}"));

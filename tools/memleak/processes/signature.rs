@@ -181,9 +181,9 @@ impl Signature {
     pub(crate) fn arguments(self) -> Vec<u8> {
         // The BPF program knows where mmap and its like have their other arguments.
         let rest: &[u8] = match self.kind {
-            FunctionKind::FUNCTION_MAP => &[4],
+            FunctionKind::FUNCTION_MAP => &[1, 4],
             FunctionKind::FUNCTION_UNMAP => &[2],
-            FunctionKind::FUNCTION_REMAP => &[2, 4],
+            FunctionKind::FUNCTION_REMAP => &[2, 4, 5],
             _ => &[],
         };
         let fields = [self.size, self.count, self.address, self.result];

@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use libbpf_rs::Link;
 use memtools::print::output::Output;
+use memtools::process::uprobes;
 use memtools::stacks::symbolize::Symbolizer;
 
+use super::copies::CodeStops;
 use super::cost::Cost;
 use super::loaded::{self, LoadedFiles};
 use super::overhead::Limit;
@@ -34,8 +36,10 @@ pub(super) struct Upkeep<'a> {
     quiet_until: Option<Instant>,
     /// Whether the probes have been placed once more, as a process's main thread has ended.
     survives_main_thread: bool,
-    /// Message on a translator that reads a file that is probed in every process.
+    /// Message on a process that the probes would end: a translator that reads a file that is probed in every process,
+    /// or a program that replaces its code by a copy.
     harm: Option<String>,
+    code_stops: CodeStops,
 }
 
 impl<'a> Upkeep<'a> {
@@ -59,6 +63,7 @@ impl<'a> Upkeep<'a> {
             survives_main_thread: !attached.ends_with_main_thread()
                 || target.without_main_thread().is_some(),
             harm: None,
+            code_stops: CodeStops::new(attached)?,
         })
     }
 
@@ -72,6 +77,20 @@ impl<'a> Upkeep<'a> {
             looked = mem::replace(&mut looked, Ok(())).and(look);
         });
         looked
+    }
+
+    /// Takes care of processes that were stopped before they replace code. If the code is probed, removes all probes.
+    pub(super) fn release_copiers(&mut self) {
+        let probed = || self.target.files().chain(self.loaded.objects());
+        let Some(harm) = self.code_stops.look(probed()) else {
+            return;
+        };
+        let mut links = mem::take(&mut self.links);
+        links.append(&mut self.loaded.links);
+        uprobes::remove(links);
+        let probed = self.target.files().chain(self.loaded.objects());
+        self.code_stops.restore(probed);
+        self.harm = Some(harm);
     }
 
     /// Schedules the next look soon, as a process has become another program, or one of those that are traced.
@@ -89,6 +108,10 @@ impl<'a> Upkeep<'a> {
 
     /// Probes files that processes have loaded, and looks for processes that the probes would harm.
     pub(super) fn scan_loaded_files(&mut self, symbolizer: &mut Symbolizer) {
+        self.release_copiers();
+        if self.harms() {
+            return;
+        }
         self.outlive_main_thread();
         self.loaded
             .probe_new_files(&mut symbolizer.code, self.target, self.attached, self.args);
