@@ -245,10 +245,24 @@ pub enum TrackedProcesses {
     All,
 }
 
+/// Program that a child of a chosen process has executed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ProgramOfChild {
+    /// None has so far.
+    None,
+    /// The child with this PID has.
+    Executed(u32),
+    /// [`AddressSpaces::take_program_of_child`] has returned it.
+    Taken,
+}
+
 /// Images of all wanted processes.
 pub struct AddressSpaces {
     wanted: TrackedProcesses,
     chosen: HashSet<u32>,
+    /// Children of chosen processes, which are not chosen themselves.
+    children: HashSet<u32>,
+    program_of_child: ProgramOfChild,
     /// By PID, oldest first.
     images: HashMap<u32, Vec<Image>>,
     /// Processes with images whose code has changed since [`AddressSpaces::take_changed`].
@@ -270,6 +284,8 @@ impl AddressSpaces {
         Self {
             wanted,
             chosen: HashSet::new(),
+            children: HashSet::new(),
+            program_of_child: ProgramOfChild::None,
             images: HashMap::new(),
             changed: HashSet::new(),
             files: HashMap::new(),
@@ -315,8 +331,42 @@ impl AddressSpaces {
         }
     }
 
+    /// Returns the first process that a chosen one has started and that has executed a program, if images are of the
+    /// chosen processes alone. Returns it once.
+    pub fn take_program_of_child(&mut self) -> Option<u32> {
+        let ProgramOfChild::Executed(pid) = self.program_of_child else {
+            return None;
+        };
+        self.program_of_child = ProgramOfChild::Taken;
+        Some(pid)
+    }
+
+    /// Notes children of chosen processes, and the first program that one of them executes.
+    fn note_children(&mut self, change: &Change) {
+        match *change {
+            Change::Forked(parent, child)
+                if self.chosen.contains(&parent) && !self.chosen.contains(&child) =>
+            {
+                self.children.insert(child);
+            }
+            Change::Forked(_, pid) | Change::Exited(pid) => {
+                self.children.remove(&pid);
+            }
+            Change::Exec(pid)
+                if self.children.contains(&pid)
+                    && self.program_of_child == ProgramOfChild::None =>
+            {
+                self.program_of_child = ProgramOfChild::Executed(pid);
+            }
+            _ => {}
+        }
+    }
+
     /// Applies a change of a process to its images.
     pub fn apply(&mut self, change: Change) {
+        if self.wanted == TrackedProcesses::Chosen {
+            self.note_children(&change);
+        }
         if let Change::Forked(parent, child) = change
             && self.wanted == TrackedProcesses::Descendants
         {

@@ -153,6 +153,12 @@ impl TracedCode {
         self.spaces.wanted_images().flat_map(of).collect()
     }
 
+    /// Returns the first process that a followed one has started and that has executed a program, as of the last
+    /// refresh. Returns it once, and only if no descendants are followed.
+    pub fn take_program_of_child(&mut self) -> Option<u32> {
+        self.spaces.take_program_of_child()
+    }
+
     /// Records the binary translators that start from now on, whoever starts them.
     pub fn watch_translators(&mut self) {
         self.translators = Some(RunningTranslators::default());

@@ -73,7 +73,10 @@ pub(crate) fn last_report(stdout: &str) -> Result<Vec<Group>> {
                 .context("a frame before any group")?
                 .frames
                 .push(frame.to_owned());
-        } else if line.starts_with("\ttotal ") || line.starts_with("\tof these ") {
+        } else if ["\ttotal ", "\tof these ", "\texited "]
+            .iter()
+            .any(|whole| line.starts_with(whole))
+        {
             // The line is about all groups together.
         } else if line.contains(" bytes in ") {
             let words: Vec<&str> = line.split_whitespace().collect();

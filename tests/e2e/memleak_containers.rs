@@ -42,8 +42,19 @@ fn leaking() -> Result<Workload> {
 
 /// Checks the only stack of a process: its bytes, its cgroup and its container.
 fn expect_stack(rows: &[Value], pid: &str, cgroup: &str, container: &Value) -> Result<()> {
+    expect_row("stack", rows, pid, cgroup, container)
+}
+
+/// Checks the only row of this type of a process.
+fn expect_row(
+    kind: &str,
+    rows: &[Value],
+    pid: &str,
+    cgroup: &str,
+    container: &Value,
+) -> Result<()> {
     let rows = of_process(rows, pid);
-    let stacks: Vec<_> = rows.iter().filter(|row| row["type"] == "stack").collect();
+    let stacks: Vec<_> = rows.iter().filter(|row| row["type"] == kind).collect();
     ensure!(stacks.len() == 1, "{pid}: {rows:?}");
     let row = stacks[0];
     ensure!(row["bytes"] == 31 * 4093, "{row}");
@@ -86,7 +97,7 @@ fn those_that_have_gone_have_theirs() -> Result<()> {
     ensure!(!folder.exists(), "{} is still there", folder.display());
     tool.signal(Signal::SIGCONT)?;
     let ended = tool.interrupt()?;
-    expect_stack(&ended.objects()?, &pid, &of_one, &ID.into())?;
+    expect_row("exited", &ended.objects()?, &pid, &of_one, &ID.into())?;
 
     let mut parent = Workload::start("lives", &["leave", "101", "97", "7"])?;
     let mut layout = Layout::new()?;

@@ -7,6 +7,7 @@ use std::process::{Child, Command};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::containers::Layout;
@@ -26,7 +27,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         an_allocator_is_probed_when_its_process_joins_the_cgroup,
         an_allocator_is_probed_when_its_process_gets_the_name,
         each_process_is_looked_at_once [Once],
-        what_children_left_when_they_exited_is_shown,
+        what_children_left_when_they_exited_is_shown_once,
         thousands_of_children_leave_what_they_leaked [Once],
         what_children_left_is_in_totals_and_estimates,
         a_vforked_child_shares_its_parents_blocks,
@@ -219,6 +220,10 @@ fn without_children_only_the_parent_is_traced() -> Result<()> {
     let groups = memleak::last_report(&ended.stdout)?;
     let found = memleak::outstanding(&groups, "in_process");
     ensure!(found == (101 * 97, 101), "{found:?} in {groups:#?}");
+
+    let command = "sh -c '/bin/true; exit 0'";
+    let ended = harness::run("memleak", &["-c", command])?;
+    ensure!(ended.stderr.contains("give --children"), "{ended:?}");
     Ok(())
 }
 
@@ -391,36 +396,34 @@ impl Drop for Sleeper {
     }
 }
 
-/// Each of some children leaks and exits before the first report. Two later reports list what they leaked.
-fn what_children_left_when_they_exited_is_shown() -> Result<()> {
+/// Each of some children leaks and exits. What they have left is in one report, apart, and in the sums of no report.
+fn what_children_left_when_they_exited_is_shown_once() -> Result<()> {
     let mut workload = Workload::start("lives", &["leave", "101", "97", "7"])?;
-    let args = [
-        "--children",
-        "-p",
-        &workload.pid(),
-        "-o",
-        "0",
-        "-T",
-        "1000",
-        "1",
-    ];
+    let pid = workload.pid();
+    let args = ["--children", "-j", "-o", "0", "-T", "1000", "-p", &pid, "1"];
     let mut tool = Tool::start("memleak", &args)?;
     tool.wait_for_stderr(READY)?;
     let facts = workload.work()?;
     let children: Vec<&str> = facts["children"].split(',').collect();
     ensure!(children.len() == 7, "{facts:?}");
-    for _ in 0..2 {
-        tool.wait_for_output(&format!("of PID {} (lives)", children[6]))?;
-        tool.wait_for_output("] Top")?;
-    }
-    let groups = groups_at_end(tool)?;
+    tool.wait_for_output(r#""type":"exited""#)?;
+    tool.wait_for_output(r#""type":"report""#)?;
+    tool.wait_for_output(r#""type":"report""#)?;
+    let ended = tool.interrupt()?;
+    let objects = ended.objects()?;
     for child in children {
-        let found = of(&groups, child, "in_process");
-        ensure!(
-            found == (101 * 97, 101),
-            "{child}: {found:?} in {groups:#?}"
-        );
+        let of_child = |row: &&Value| row["pid"].as_u64() == child.parse().ok();
+        let exited = objects.iter().filter(|row| row["type"] == "exited");
+        let left: Vec<(u64, u64)> = exited
+            .filter(of_child)
+            .filter(|row| row.to_string().contains("in_process"))
+            .filter_map(|row| Some((row["bytes"].as_u64()?, row["allocations"].as_u64()?)))
+            .collect();
+        ensure!(left == [(101 * 97, 101)], "{child}: {left:?}");
     }
+    let last = objects.iter().rfind(|row| row["type"] == "report");
+    let last = last.context("no report")?;
+    ensure!(last["allocations"] == 0, "{last}");
     Ok(())
 }
 

@@ -28,6 +28,7 @@ mod totals;
 mod upkeep;
 
 use std::collections::{HashMap, HashSet};
+use std::mem;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::time::Instant;
@@ -48,7 +49,7 @@ use crate::rows::{Group, UnknownFrees};
 use crate::sampling::Sampling;
 use crate::serve::{self, UnmatchedFrees};
 use crate::source::{Flow, HeadContext, ReportData, Source};
-use crate::sums::{self, Allocation, Entry, StackKey, Totals};
+use crate::sums::{self, Allocation, Entry, StackKey, Sum, Total, Totals};
 use crate::verdict::{self, VerdictInputs};
 use anyhow::{Result, bail};
 use libbpf_rs::MapMut;
@@ -61,6 +62,7 @@ use memtools::bpf::types;
 use memtools::host::page_size;
 use memtools::print::clock::Clock;
 use memtools::print::output::Output;
+use memtools::print::text;
 use memtools::process::command::HeldCommand;
 use memtools::process::container::{CgroupResolver, ProcessName};
 use memtools::process::proc::Process;
@@ -183,7 +185,7 @@ struct Processes<'a> {
     execs: HashMap<u32, u64>,
     /// Ends of processes' address spaces whose blocks are still to be removed from the BPF maps.
     address_space_ends: HashMap<u32, AddressSpaceEnds>,
-    /// Allocations that exited processes had outstanding.
+    /// Allocations that exited processes had outstanding: all, or with [`Self::sets_exited_apart`] since the last report.
     exited_totals: ExitedTotals,
     /// Stacks that mapped memory, each with whether a function that frees has done so.
     mapped_by_free: HashMap<StackKey, bool>,
@@ -222,6 +224,7 @@ impl Source for Processes<'_> {
         if wake.mappings || self.upkeep.is_due() {
             self.symbolizer.refresh();
             self.upkeep.scan_loaded_files(&mut self.symbolizer);
+            self.report_programs_of_children();
         }
         if self.upkeep.harms() {
             self.upkeep.detach();
@@ -258,7 +261,7 @@ impl Source for Processes<'_> {
             totals = estimate.0;
             errors = Some(estimate.1);
         }
-        if self.args.mode == Mode::Leak {
+        if self.args.mode == Mode::Leak && !self.sets_exited_apart() {
             self.exited_totals.add_to(&mut totals, errors.as_mut());
             sums::merge_lost(&mut self.stacks, &mut totals, &mut [])?;
         }
@@ -319,6 +322,40 @@ impl Source for Processes<'_> {
         Ok(())
     }
 
+    fn print_exited(&mut self, output: &mut Output) -> Result<()> {
+        if self.args.mode != Mode::Leak || !self.sets_exited_apart() {
+            return Ok(());
+        }
+        let exited = mem::take(&mut self.exited_totals);
+        let mut totals = exited.totals().clone();
+        sums::merge_lost(&mut self.stacks, &mut totals, &mut [])?;
+        if totals.is_empty() {
+            return Ok(());
+        }
+        let (sum, rest) = (Sum::of(&totals), exited.rest());
+        let entries = totals.into_iter().map(|(key, total)| Entry {
+            key,
+            total,
+            error_bytes: exited.error_bytes(key),
+            age: None,
+            growth: None,
+        });
+        let largest = sums::largest(entries.collect(), self.args.sort, self.args.top);
+        if !self.args.json {
+            let line = text_of_exited(&sum, rest, largest.len());
+            output.raw(|out| out.write_all(line.as_bytes()))?;
+        }
+        for entry in largest {
+            let stack = self.symbolize(entry.key)?;
+            output.row(&Group {
+                kind: "exited",
+                process: Some(self.names.process(entry.key.pid)),
+                ..Group::new(&entry, stack, self.args)
+            })?;
+        }
+        Ok(())
+    }
+
     fn print_more(&mut self, output: &mut Output) -> Result<()> {
         if self.args.extended && self.args.records_all() {
             self.print_unknown_frees(output)?;
@@ -342,7 +379,9 @@ impl Source for Processes<'_> {
         if losses.stacks > 0 {
             eprintln!("memleak: stacks were lost: {MORE_STACKS}");
         }
-        if let Some(rest) = self.exited_totals.rest() {
+        if let Some(rest) = self.exited_totals.rest()
+            && !self.sets_exited_apart()
+        {
             eprintln!(
                 "memleak: {} bytes in {} allocations of exited processes are not shown: of so many \
                  processes and stacks only those with most are kept",
@@ -354,6 +393,20 @@ impl Source for Processes<'_> {
     fn hits(&self) -> Option<u64> {
         Some(self.attached.hits().count)
     }
+}
+
+/// Returns the line before the rows of exited processes.
+fn text_of_exited(sum: &Sum, rest: Option<Total>, shown: usize) -> String {
+    let blocks = text::count_with_noun(sum.total.allocations, "block");
+    let stacks = text::count_with_noun(sum.stacks as u64, "stack");
+    let bytes = text::bytes(sum.total.bytes);
+    let mut line =
+        format!("\texited processes left {bytes} in {blocks} of {stacks}, shown {shown}");
+    if let Some(rest) = rest {
+        let (bytes, blocks) = (text::bytes(rest.bytes), rest.allocations);
+        line += &format!("; {bytes} more in {blocks} blocks of further stacks, which are not kept");
+    }
+    line + "\n"
 }
 
 impl<'a> Processes<'a> {
@@ -395,8 +448,29 @@ impl<'a> Processes<'a> {
     /// if that has ended the trace.
     fn finish(&mut self, output: &mut Output) -> Result<Option<String>> {
         let harm = self.upkeep.finish(output)?;
+        self.report_programs_of_children();
         self.symbolizer.report_losses();
         Ok(harm)
+    }
+
+    /// Whether what exited processes have left is reported once, apart from the sums of what is live. In the trace of a
+    /// command, what its processes have left is a result that counts.
+    fn sets_exited_apart(&self) -> bool {
+        !self.target.is_command
+    }
+
+    /// Reports once that a child of the command has executed a program, as with su(1) and wrapper scripts, if
+    /// children are not traced.
+    fn report_programs_of_children(&mut self) {
+        if !self.args.children
+            && self.target.is_command
+            && let Some(pid) = self.symbolizer.code.take_program_of_child()
+        {
+            eprintln!(
+                "memleak: the command has started another program (pid {pid}), which is not traced: to trace it, too, \
+                 give --children"
+            );
+        }
     }
 
     /// Adds capacity for blocks and stacks before it is needed.
@@ -442,11 +516,18 @@ impl<'a> Processes<'a> {
         older_ms.saturating_mul(1_000_000)
     }
 
-    /// Removes the blocks of ended address spaces from the BPF maps, for reports of totals.
+    /// Removes the blocks of ended address spaces from the BPF maps, for reports of totals. With --combined-only, the
+    /// totals of exited processes are removed, too.
     fn purge_ended_blocks(&mut self) -> Result<()> {
-        if !self.address_space_ends.is_empty() {
-            self.read_blocks()?;
+        if self.address_space_ends.is_empty() {
+            return Ok(());
         }
+        let apart = self.args.mode == Mode::Leak && self.sets_exited_apart();
+        if self.args.combined_only && apart {
+            let left = self.take_totals_of_exited()?;
+            self.exited_totals.add_totals(&left);
+        }
+        self.read_blocks()?;
         Ok(())
     }
 

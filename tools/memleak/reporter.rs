@@ -160,6 +160,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         if !self.args.json {
             self.print_whole(whole, shown)?;
         }
+        self.source.print_exited(&mut self.output)?;
         self.source.print_more(&mut self.output)
     }
 

@@ -210,10 +210,12 @@ fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Re
     write!(out, " of PID {pid} ({comm}){inside}")
 }
 
-/// Stack with its allocations.
+/// Stack with its allocations. Rows of the type `exited` follow those of the live ones, and are not in the report's sums.
 #[derive(Debug, Serialize)]
-#[serde(tag = "type", rename = "stack")]
 pub(crate) struct Group {
+    /// Type in JSON: `stack`, or `exited` for what an exited process has left.
+    #[serde(rename = "type")]
+    pub(crate) kind: &'static str,
     #[serde(flatten)]
     pub(crate) amount: Amount,
     /// The process, if there are several.
@@ -240,6 +242,7 @@ impl Group {
     pub(crate) fn new(entry: &Entry, stack: NamedStack, args: &Args) -> Self {
         let Entry { key, total, .. } = *entry;
         Self {
+            kind: "stack",
             amount: Amount {
                 bytes: total.bytes,
                 error_bytes: entry.error_bytes,
@@ -388,6 +391,7 @@ mod tests {
             truncated: None,
         };
         let mut group = Group {
+            kind: "stack",
             amount: Amount {
                 bytes: 80,
                 allocations: 5,

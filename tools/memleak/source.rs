@@ -59,6 +59,11 @@ pub(crate) trait Source {
     /// Prints the groups of a report, in this order.
     fn print_groups(&mut self, groups: Vec<Entry>, output: &mut Output) -> Result<()>;
 
+    /// Prints what processes that have exited since the last report have left. No later report has that again.
+    fn print_exited(&mut self, _output: &mut Output) -> Result<()> {
+        Ok(())
+    }
+
     /// Prints what a report has after its groups.
     fn print_more(&mut self, _output: &mut Output) -> Result<()> {
         Ok(())

@@ -67,6 +67,25 @@ fn a_copy_of_the_programs_code_has_its_functions() {
 }
 
 #[test]
+fn a_program_that_a_child_executes_is_returned_once() {
+    let mut spaces = AddressSpaces::of(TrackedProcesses::Chosen);
+    spaces.choose(PID);
+    spaces.apply(Change::Exec(PID));
+    spaces.apply(Change::Forked(PID, PID - 1));
+    assert_eq!(spaces.take_program_of_child(), None);
+    spaces.apply(Change::Exited(PID - 1));
+    // The PID is now that of a stranger.
+    spaces.apply(Change::Exec(PID - 1));
+    assert_eq!(spaces.take_program_of_child(), None);
+
+    spaces.apply(Change::Forked(PID, PID - 2));
+    spaces.apply(Change::Exec(PID - 2));
+    assert_eq!(spaces.take_program_of_child(), Some(PID - 2));
+    spaces.apply(Change::Exec(PID - 2));
+    assert_eq!(spaces.take_program_of_child(), None);
+}
+
+#[test]
 fn code_that_is_mapped_for_ever_takes_bounded_memory() {
     let mut spaces = AddressSpaces::of(TrackedProcesses::All);
     for _ in 0..3 * MAX_MAPPINGS {

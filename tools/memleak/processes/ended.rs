@@ -1,5 +1,8 @@
-//! Allocations that processes had outstanding when they exited. A process has leaked what it did not free before its
-//! exit, as a leak checker would report at its end.
+//! Allocations that processes had outstanding when they exited.
+//!
+//! This memory is free again. A trace of running processes reports it once, apart from their memory: a service that is
+//! restarted would else look like a leak. The trace of a command counts it as outstanding, as a leak checker would at
+//! the end of the command.
 
 use std::collections::HashMap;
 
@@ -37,6 +40,11 @@ impl AddressSpaceEnds {
         self.0.push((time_ns, end));
     }
 
+    /// Whether the last address space ended with an exit.
+    pub(crate) fn has_exited(&self) -> bool {
+        self.0.last().is_some_and(|(_, end)| *end == End::Exit)
+    }
+
     /// Returns the fate of a block that was allocated at `born_ns`. Several processes can have the same pid, one after
     /// the other.
     pub(crate) fn fate(&self, born_ns: u64) -> Fate {
@@ -49,7 +57,7 @@ impl AddressSpaceEnds {
     }
 }
 
-/// Allocations that all exited processes have left, by stack.
+/// Allocations that exited processes have left, by stack: since the last report, or all.
 #[derive(Debug, Default)]
 pub(crate) struct ExitedTotals {
     totals: Totals,
@@ -76,6 +84,14 @@ impl ExitedTotals {
         }
     }
 
+    /// Adds the totals of exited processes, as the BPF programs have added them up.
+    pub(crate) fn add_totals(&mut self, totals: &Totals) {
+        self.add_to_own(totals);
+        if self.totals.len() > MAX_PATHS {
+            self.merge_the_least();
+        }
+    }
+
     /// Adds what exited processes have left to the totals of live memory.
     pub(crate) fn add_to(
         &self,
@@ -88,6 +104,16 @@ impl ExitedTotals {
                 errors.entry(*key).or_default().add(*error);
             }
         }
+    }
+
+    /// Returns the totals of the stacks that are kept apart.
+    pub(crate) fn totals(&self) -> &Totals {
+        &self.totals
+    }
+
+    /// Returns the error of a stack's total, in bytes, if the totals are estimates.
+    pub(crate) fn error_bytes(&self, key: StackKey) -> Option<u64> {
+        self.errors.get(&key).map(|error| error.bytes())
     }
 
     /// Returns the ids of all stacks that are kept apart.
@@ -168,8 +194,7 @@ mod tests {
             ended.add(&[block(pid, pid.into())], None);
             bytes += u64::from(pid);
         }
-        let mut totals = Totals::new();
-        ended.add_to(&mut totals, None);
+        let totals = ended.totals();
         assert!(totals.len() <= MAX_PATHS);
         let largest = StackKey {
             pid: PROCESSES,

@@ -1,11 +1,14 @@
 //! Totals by stack, as the BPF programs have added them up.
 
 use anyhow::{Context, Result};
+use libbpf_rs::MapCore;
 use memtools::bpf::map_batch;
 use memtools::bpf::types;
+use memtools::process::proc;
 
 use super::Processes;
 use super::bpf::types::{peak, total, total_key};
+use super::ended::AddressSpaceEnds;
 use super::probes::Attached;
 use crate::sums::{StackKey, Sum, Totals};
 
@@ -33,6 +36,40 @@ impl Processes<'_> {
             total.allocations += value.count;
             Ok(())
         })?;
+        Ok(totals)
+    }
+
+    /// Removes the totals of processes that have exited from the BPF programs' totals, and returns them. A process that
+    /// runs by now under the PID of one that has exited keeps that one's totals until it exits.
+    pub(super) fn take_totals_of_exited(&self) -> Result<Totals> {
+        let map = &self.attached.skel.maps.totals;
+        let ended = |pid: &u32| {
+            let ends = self.address_space_ends.get(pid);
+            ends.is_some_and(AddressSpaceEnds::has_exited) && !proc::has_living_thread(*pid)
+        };
+        let mut left = Vec::new();
+        map_batch::for_each(map, |key, value| {
+            let (key, value): (&total_key, &total) = (types::view(key)?, types::view(value)?);
+            if ended(&key.pid) {
+                left.push((*key, *value));
+            }
+            Ok(())
+        })?;
+        let mut totals = Totals::new();
+        for (key, value) in left {
+            map.delete(types::bytes_of(&key))
+                .context("failed to drop the totals of an exited process")?;
+            let &total_key { pid, stack, execs } = &key;
+            let is_last = self
+                .execs
+                .get(&pid)
+                .is_none_or(|&now| u64::from(execs) >= now);
+            if is_last && value.count > 0 {
+                let total = totals.entry(StackKey { pid, stack }).or_default();
+                total.bytes += value.bytes;
+                total.allocations += value.count;
+            }
+        }
         Ok(totals)
     }
 }
