@@ -75,7 +75,7 @@ static __always_inline bool skipped(struct program_pair *pair, __u32 hook, __u64
 	 * If the block is recorded, the first was not skipped, but called again in an interrupt
 	 * after that.
 	 */
-	return hook >= HOOK_FREES || !bpf_map_lookup_elem(&blocks, &key);
+	return hook >= HOOK_FREES || !block_find(key);
 }
 
 /*

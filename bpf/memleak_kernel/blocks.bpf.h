@@ -90,12 +90,100 @@ const volatile char cache_name[CACHE_NAME_BYTES];
 const volatile __u8 tells_cache;	/* of kmem_cache_alloc: 6.1 and later */
 const volatile __u8 tells_percpu_bytes; /* of percpu_alloc_percpu: 5.19 and later */
 
-struct {
+/*
+ * Blocks by their keys. Memory for all entries is allocated when a map is created, as it cannot be
+ * in the middle of the kernel's allocator. So user space adds larger maps as they are needed:
+ * `blocks` is the first, and `more_blocks` has the next ones in their order. New blocks go to the
+ * last map that has space. Sizes of keys and values alone: 6.1 does not take a map that is made
+ * later, without types, in the place of one with types.
+ */
+struct block_map {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1); /* --max-allocs */
-	__type(key, __u64);
-	__type(value, struct block);
+	__uint(max_entries, 1);
+	__uint(key_size, sizeof(__u64));
+	__uint(value_size, sizeof(struct block));
 } blocks SEC(".maps");
+
+enum block_maps {
+	MORE_BLOCKS = 2, /* maps besides the first */
+};
+EXPORT_TYPE(enum block_maps);
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, MORE_BLOCKS);
+	__type(key, __u32);
+	__array(values, struct block_map);
+} more_blocks SEC(".maps");
+
+/* Blocks in all of these maps, less those that were removed, as each CPU has counted. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} live_blocks SEC(".maps");
+
+static __always_inline void blocks_count(__u64 add)
+{
+	__u32 only = 0;
+	__u64 *count = bpf_map_lookup_elem(&live_blocks, &only);
+
+	/* Atomic: an interrupt can come in between. */
+	if (count)
+		__sync_fetch_and_add(count, add);
+}
+
+static __noinline struct block *block_find(__u64 key)
+{
+	struct block *block = bpf_map_lookup_elem(&blocks, &key);
+
+	for (__u32 i = 0; i < MORE_BLOCKS && !block; i++) {
+		__u32 number = i;
+		void *map = bpf_map_lookup_elem(&more_blocks, &number);
+
+		if (!map)
+			break;
+		block = bpf_map_lookup_elem(map, &key);
+	}
+	return block;
+}
+
+static __noinline long block_delete(__u64 key)
+{
+	long error = bpf_map_delete_elem(&blocks, &key);
+
+	for (__u32 i = 0; i < MORE_BLOCKS && error == -ENOENT; i++) {
+		__u32 number = i;
+		void *map = bpf_map_lookup_elem(&more_blocks, &number);
+
+		if (!map)
+			break;
+		error = bpf_map_delete_elem(map, &key);
+	}
+	if (!error)
+		blocks_count(-1);
+	return error;
+}
+
+/* Puts a block that is in no map into the last map that has space. */
+static __noinline long block_put(__u64 key, const struct block *block)
+{
+	long error = -1;
+
+	for (int i = MORE_BLOCKS - 1; i >= 0 && error; i--) {
+		__u32 number = i;
+		void *map = bpf_map_lookup_elem(&more_blocks, &number);
+
+		if (map)
+			error = bpf_map_update_elem(map, &key, block, BPF_NOEXIST);
+	}
+	if (error)
+		error = bpf_map_update_elem(&blocks, &key, block, BPF_NOEXIST);
+	if (!error)
+		blocks_count(1);
+	return error;
+}
 
 /* Sums by stack or, with by_cache, by cache; used with --combined-only. */
 struct {
@@ -188,14 +276,14 @@ static __always_inline __u64 group_of(const struct block *block)
  */
 static __noinline int block_remove(__u64 key)
 {
-	struct block *block = bpf_map_lookup_elem(&blocks, &key);
+	struct block *block = block_find(key);
 	struct block removed;
 	long error;
 
 	if (!block)
 		return 0;
 	removed = *block;
-	error = bpf_map_delete_elem(&blocks, &key);
+	error = block_delete(key);
 	if (error) {
 		if (error != -ENOENT)
 			__sync_fetch_and_add(&unseen_frees, 1);
@@ -240,16 +328,13 @@ static __always_inline void pages_removed(__u64 key, __u32 order)
 /* Adds a block. Returns 0 if it could not be recorded. */
 static __noinline int block_insert(__u64 key, const struct block *block)
 {
-	long error = bpf_map_update_elem(&blocks, &key, block, BPF_NOEXIST);
-
-	if (error == -EEXIST) {
+	if (block_find(key)) {
 		/* Memory that is allocated was free: its free was not seen. */
 		__sync_fetch_and_add(&unseen_frees, 1);
 		if (block_remove(key) && block->cache == KIND_PAGES)
 			pages_removed(key, page_key_order(key));
-		error = bpf_map_update_elem(&blocks, &key, block, BPF_ANY);
 	}
-	if (error) {
+	if (block_put(key, block)) {
 		count_loss(entries);
 		return 0;
 	}

@@ -97,7 +97,7 @@ __noinline int pages_shrink(__u64 page, __u32 order, __u32 freed)
 
 	if (!pages_live(order))
 		return 0;
-	block = bpf_map_lookup_elem(&blocks, &key);
+	block = block_find(key);
 	if (!block)
 		return 0;
 	bpf_map_update_elem(&parts, &key, (const void *)&no_parts, BPF_NOEXIST);

@@ -21,6 +21,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         frees_in_bulk_are_seen [Kprobes],
         frees_that_are_not_seen_are_told,
         more_than_a_batch_is_read,
+        further_blocks_get_another_map,
         only_what_is_filtered_is_counted,
     };
     [own, output::tests()].into_iter().flatten().collect()
@@ -198,6 +199,36 @@ fn more_than_a_batch_is_read() -> Result<()> {
         let found = report.cache(cache).allocations;
         ensure!(found == files, "{cache}: {found} of {files} files");
     }
+    Ok(())
+}
+
+/// The blocks of the second workload do not fit into the map that the first one's are in.
+fn further_blocks_get_another_map() -> Result<()> {
+    const FILES: [u64; 2] = [1301, 1303];
+    let start = |files: u64| Workload::start("kmem", &["files", &files.to_string()]);
+    let mut workloads = [start(FILES[0])?, start(FILES[1])?];
+    let pids = workloads.each_ref().map(Workload::pid).join(",");
+    let args = [
+        "-k",
+        "-v",
+        "-j",
+        "-o",
+        "0",
+        "--cache",
+        "filp",
+        "--mem-limit",
+        "2M",
+    ];
+    let mut tool = Tool::start("memleak", &[&args[..], &["-p", &pids, "3600"]].concat())?;
+    tool.wait_for_stderr("memleak: tracing")?;
+    workloads[0].work()?;
+    tool.wait_for_stderr("added a map for")?;
+    workloads[1].work()?;
+    let ended = tool.interrupt()?;
+    let report = Report::all(&ended.stdout)?.pop().context("no report")?;
+    let found = report.head["allocations"].as_u64();
+    ensure!(found == Some(FILES.iter().sum()), "{}", report.head);
+    ensure!(report.head["lost"]["entries"] == 0, "{}", report.head);
     Ok(())
 }
 

@@ -11,6 +11,7 @@ mod probes;
 use std::collections::HashSet;
 use std::process::ExitCode;
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use self::bpf::types::{block, cache, kind as Kind, total};
 use self::caches::{CacheRow, Slabinfo};
@@ -43,6 +44,10 @@ use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::KernelNames;
 use memtools::stacks::table::{Stack, Stacks};
 
+/// Time between two looks at how full the maps of blocks are. The maps that exist are half full at most when the next one
+/// is made: 500,000 blocks fit in between.
+const PAUSE: Duration = Duration::from_millis(100);
+
 memtools::skeleton!("memleak_kernel", MemleakKernelSkelBuilder, stacks: kernel, plain: [block, cache, program_pair, total]);
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
@@ -70,6 +75,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         stacks: Stacks::new(memtools::stack_maps!(attached.skel), args.max_stacks())?,
         names: KernelNames::default(),
         slabinfo: slabinfo.unwrap_or_default(),
+        look_at: Instant::now(),
+        loses: false,
     };
     let mut reporter = Reporter::new(kernel, args, output, exports, difference);
 
@@ -96,6 +103,10 @@ struct Kernel<'a> {
     names: KernelNames,
     /// Contents of /proc/slabinfo at the beginning of the trace.
     slabinfo: Slabinfo,
+    /// Time of the next look at how full the maps of blocks are.
+    look_at: Instant,
+    /// Whether blocks have been lost.
+    loses: bool,
 }
 
 /// Refuses a slab cache that does not exist: nothing would ever be shown.
@@ -120,7 +131,20 @@ impl Source for Kernel<'_> {
             self.table_requests.drain()?;
             self.renew_stacks()?;
         }
+        if Instant::now() >= self.look_at {
+            self.look_at = Instant::now() + PAUSE;
+            if let Some(more) = self.attached.add_blocks()?
+                && self.args.verbose
+            {
+                eprintln!("memleak: added a map for {more} blocks");
+            }
+            self.report_first_loss()?;
+        }
         Ok(Flow::Continue)
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        Some(self.look_at)
     }
 
     fn snapshot(&mut self, now_ns: u64, _: bool) -> Result<ReportData> {
@@ -190,7 +214,7 @@ impl Source for Kernel<'_> {
 
     fn print_remedies(&self, losses: &Losses) {
         if losses.entries > 0 {
-            eprintln!("memleak: blocks have room for more with a larger --max-allocs");
+            eprintln!("memleak: {}", self.more_blocks());
         }
         let unseen = self.attached.unseen_frees();
         if unseen > 0 {
@@ -203,6 +227,27 @@ impl Source for Kernel<'_> {
 }
 
 impl Kernel<'_> {
+    /// Returns the remedy for lost blocks.
+    fn more_blocks(&self) -> String {
+        let option = match self.args.max_allocs {
+            Some(_) => "--max-allocs",
+            None => "--mem-limit",
+        };
+        format!("more blocks take a larger {option}")
+    }
+
+    /// Prints at once that blocks are being lost, when they first are.
+    fn report_first_loss(&mut self) -> Result<()> {
+        if !self.loses && self.attached.losses()?.entries > 0 {
+            self.loses = true;
+            eprintln!(
+                "memleak: blocks are being lost, as their maps are full: {}; -z, -s and --cache follow fewer",
+                self.more_blocks()
+            );
+        }
+        Ok(())
+    }
+
     fn print_caches(&mut self, largest: &[Entry], output: &mut Output) -> Result<()> {
         let now = Slabinfo::read();
         output.header(CacheRow::HEADER)?;
@@ -256,9 +301,8 @@ impl Kernel<'_> {
         self.stacks.renew()?;
         let maps = &self.attached.skel.maps;
         let mut referred_to = HashSet::new();
-        map_batch::for_each(&maps.blocks, |_, value| {
-            referred_to.insert(types::view::<block>(value)?.stack);
-            Ok(())
+        self.attached.for_each_block(|_, block| {
+            referred_to.insert(block.stack);
         })?;
         map_batch::for_each(&maps.totals, |key, _| {
             referred_to.insert(*types::view::<u64>(key)?);
@@ -282,10 +326,9 @@ impl Kernel<'_> {
     fn outstanding(&self, now_ns: u64) -> Result<(Totals, Vec<Allocation>)> {
         let born_before = self.args.born_before(now_ns, false);
         let (mut totals, mut allocations) = (Totals::new(), Vec::new());
-        map_batch::for_each(&self.attached.skel.maps.blocks, |key, value| {
-            let block: &block = types::view(value)?;
+        let read = self.attached.for_each_block(|address, block| {
             if block.time_ns > born_before {
-                return Ok(());
+                return;
             }
             let stack_key = self.key(block);
             let total = totals.entry(stack_key).or_default();
@@ -294,16 +337,15 @@ impl Kernel<'_> {
             total.requested_bytes += u64::from(block.requested);
             allocations.push(Allocation {
                 pid: stack_key.pid,
-                address: *types::view(key)?,
+                address,
                 size: block.allocated.into(),
                 stack: stack_key.stack,
                 time_ns: block.time_ns,
                 calls: 1,
                 level: 0,
             });
-            Ok(())
-        })
-        .context("failed to read the live blocks")?;
+        });
+        read.context("failed to read the live blocks")?;
         Ok((totals, allocations))
     }
 

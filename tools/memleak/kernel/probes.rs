@@ -1,12 +1,15 @@
 //! BPF programs of kernel mode: loads them, and attaches them to the tracepoints that this kernel has.
 
+use std::cell::RefCell;
 use std::io;
+use std::os::fd::{AsFd, AsRawFd};
 
 use anyhow::{Context, Result, bail};
 use libbpf_rs::skel::{OpenSkel, Skel};
-use libbpf_rs::{Link, MapCore, MapFlags, Program, ProgramMut};
+use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, MapType, Program, ProgramMut};
 use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
+use memtools::bpf::map_batch;
 use memtools::bpf::map_create;
 use memtools::bpf::types;
 use memtools::host::page_size;
@@ -16,7 +19,7 @@ use memtools::run::losses::Losses;
 use nix::fcntl::{FcntlArg, fcntl};
 
 use super::args::Kinds;
-use super::bpf::types::program_pair;
+use super::bpf::types::{block, block_maps, program_pair};
 use super::bpf::{self, Loaded, Prepared};
 use crate::args::{Args, count_within};
 
@@ -28,8 +31,11 @@ const LEARNING_ATTEMPTS: usize = 3;
 
 /// Capacity of the map of totals by stack, unless --stack-storage-size gives one.
 const DEFAULT_TOTALS: u32 = 16384;
-/// Capacity of the map of blocks without --max-allocs, if --mem-limit allows so many blocks.
-const DEFAULT_BLOCKS: u32 = 1_000_000;
+/// Limits of the capacities of the first and the second map of blocks without --max-allocs: a number of blocks, and the
+/// divisor of what --mem-limit leaves. The third map has the rest. The second and the third are made when they are
+/// needed.
+const BLOCK_STEPS: [(u32, u32); MORE_BLOCKS] = [(1_000_000, 4), (4_000_000, 2)];
+const MORE_BLOCKS: usize = block_maps::MORE_BLOCKS.0 as usize;
 /// Bytes that each block takes from the start: an entry of a preallocated hash map, and its bucket.
 const BLOCK_BYTES: u64 = 112;
 
@@ -45,6 +51,10 @@ pub(super) struct Attached {
     pub(super) links: Vec<Link>,
     /// Names of the tracepoints of allocations.
     pub(super) tracepoints: Vec<&'static str>,
+    /// Maps that were added to `more_blocks`.
+    added: RefCell<Vec<MapHandle>>,
+    /// Capacity of each map of blocks, first `blocks`, then those in `more_blocks`, whether they exist yet or not.
+    capacities: Vec<u32>,
 }
 
 /// Ways to trace frees in bulk.
@@ -56,7 +66,7 @@ enum Bulk {
 
 /// Loads and attaches the programs for these kinds of memory.
 pub(super) fn start(args: &Args, filter: &Filter, kinds: Kinds) -> Result<Attached> {
-    blocks(args)?;
+    block_capacities(args)?;
     let way = |name, bulk| Variant::new(name, move || try_start(args, filter, kinds, bulk));
     let mut ways = Vec::new();
     if kinds.slab {
@@ -106,6 +116,8 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
         skel,
         links,
         tracepoints,
+        added: RefCell::default(),
+        capacities: block_capacities(args)?,
     };
     if learns && !attached.learn()? {
         eprintln!(
@@ -201,6 +213,59 @@ impl Attached {
         counters.map_or(0, |counters| counters.unseen_frees)
     }
 
+    /// Adds the next map of blocks if those that exist are half full. Returns the capacity of the added map.
+    pub(super) fn add_blocks(&self) -> Result<Option<u32>> {
+        let mut added = self.added.borrow_mut();
+        let made = 1 + added.len();
+        let Some(&next) = self.capacities.get(made) else {
+            return Ok(None);
+        };
+        let capacity: u64 = self.capacities[..made].iter().copied().map(u64::from).sum();
+        if self.live_blocks()? < capacity / 2 {
+            return Ok(None);
+        }
+        let sizes = (size_of::<u64>(), size_of::<block>());
+        let map = map_create::create(MapType::Hash, "blocks", sizes, next, 0)
+            .context("no memory for more blocks; lower --mem-limit")?;
+        let (number, fd) = (added.len() as u32, map.as_fd().as_raw_fd());
+        self.skel
+            .maps
+            .more_blocks
+            .update(&number.to_ne_bytes(), &fd.to_ne_bytes(), MapFlags::ANY)
+            .context("failed to add a map for more blocks")?;
+        added.push(map);
+        Ok(Some(next))
+    }
+
+    /// Returns the number of blocks in the maps, as the BPF programs count.
+    fn live_blocks(&self) -> Result<u64> {
+        let counts = self
+            .skel
+            .maps
+            .live_blocks
+            .lookup_percpu(&0u32.to_ne_bytes(), MapFlags::ANY);
+        let counts = counts.context("failed to read the number of blocks")?;
+        let mut sum = 0u64;
+        for count in counts.unwrap_or_default() {
+            sum = sum.wrapping_add(*types::view::<u64>(&count)?);
+        }
+        Ok(sum)
+    }
+
+    /// Calls `each` with the key and the value of each block.
+    pub(super) fn for_each_block(&self, mut each: impl FnMut(u64, &block)) -> Result<()> {
+        let added = self.added.borrow();
+        let first: &dyn MapCore = &self.skel.maps.blocks;
+        let later = added.iter().map(|map| map as &dyn MapCore);
+        for map in [first].into_iter().chain(later) {
+            map_batch::for_each(map, |key, value| {
+                each(*types::view(key)?, types::view(value)?);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
     /// Returns how often a second program was skipped without a loss, as the first had been called.
     fn harmless_skips(&self) -> Result<u64> {
         let pairs = &self.skel.maps.program_pairs;
@@ -238,14 +303,22 @@ impl Attached {
     }
 }
 
-/// Returns the capacity of the map of blocks.
-fn blocks(args: &Args) -> Result<u32, UsageError> {
-    let Some(blocks) = args.max_allocs else {
-        let each = BLOCK_BYTES + args.reported_block_bytes();
-        return Ok(DEFAULT_BLOCKS.min(count_within(args.bytes_for_blocks(), each)));
-    };
-    args.expect_room(blocks, u64::from(blocks) * BLOCK_BYTES)?;
-    Ok(blocks)
+/// Returns the capacities of the maps of blocks, in the order in which the maps are made.
+fn block_capacities(args: &Args) -> Result<Vec<u32>, UsageError> {
+    if let Some(blocks) = args.max_allocs {
+        args.expect_room(blocks, u64::from(blocks) * BLOCK_BYTES)?;
+        return Ok(vec![blocks]);
+    }
+    let each = BLOCK_BYTES + args.reported_block_bytes();
+    let mut rest = count_within(args.bytes_for_blocks(), each);
+    let mut capacities = Vec::new();
+    for (most, part) in BLOCK_STEPS.into_iter().chain([(u32::MAX, 1)]) {
+        let blocks = most.min(rest / part);
+        capacities.push(blocks);
+        rest -= blocks;
+    }
+    capacities.retain(|&blocks| blocks > 0);
+    Ok(capacities)
 }
 
 /// Whether something is lost if the program with this name is skipped. If the first of a tracepoint's two programs is
@@ -292,8 +365,8 @@ fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<P
         .is_some_and(|name| name != "bool");
     options.tells_percpu_bytes = tells_bytes.into();
 
-    let blocks = blocks(args)?;
-    map_create::set_capacity(&mut open.maps.blocks, blocks)?;
+    let first = block_capacities(args)?.first().copied().unwrap_or(1);
+    map_create::set_capacity(&mut open.maps.blocks, first)?;
     let totals = if args.combined_only {
         args.stack_storage_size.unwrap_or(DEFAULT_TOTALS)
     } else {
@@ -306,6 +379,7 @@ fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<P
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use memtools::parse;
 
     use super::*;
 
@@ -323,17 +397,21 @@ mod tests {
     fn blocks_are_as_many_as_the_limit_allows_unless_they_are_said() {
         let room = |options: &[&str]| {
             let args = [&["memleak", "-k"], options].concat();
-            blocks(&Args::try_parse_from(args).expect("valid"))
+            block_capacities(&Args::try_parse_from(args).expect("valid"))
         };
-        assert_eq!(room(&[]).expect("room"), DEFAULT_BLOCKS);
-        let few = room(&["--mem-limit", "64M"]).expect("room");
         let each = BLOCK_BYTES + 72;
-        assert!(u64::from(few) * each <= 64 << 20, "{few}");
-        assert!(u64::from(few) * each > 32 << 20, "{few}");
-        assert_eq!(room(&["--max-allocs", "7"]).expect("room"), 7);
+        for limit in ["64M", "768M", "4G"] {
+            let capacities = room(&["--mem-limit", limit]).expect("room");
+            assert_eq!(capacities.len(), 1 + MORE_BLOCKS, "{capacities:?}");
+            assert!(capacities[0] <= BLOCK_STEPS[0].0, "{capacities:?}");
+            let bytes = capacities.iter().copied().map(u64::from).sum::<u64>() * each;
+            let limit = parse::bytes(limit).expect("valid");
+            assert!(bytes <= limit && bytes > limit / 2, "{bytes}");
+        }
+        assert_eq!(room(&["--max-allocs", "7"]).expect("room"), [7]);
         // Of the memory for --max-allocs, only the kernel's counts.
         let fits = room(&["--max-allocs", "599186", "--mem-limit", "64M"]);
-        assert_eq!(fits.expect("room"), 599_186);
+        assert_eq!(fits.expect("room"), [599_186]);
         let error = room(&["--max-allocs", "1000000", "--mem-limit", "64M"]).expect_err("too many");
         assert!(error.to_string().contains("lower --max-allocs"), "{error}");
     }
