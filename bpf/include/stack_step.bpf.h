@@ -157,7 +157,7 @@ static __noinline int stack_by_rule(struct stack_slot *slot, __u64 row)
 
 	if (!cfa)
 		return stack_end(slot, STACK_END_UNREADABLE);
-	if (cfa <= walk->sp || cfa & 7)
+	if ((cfa <= walk->sp && !row_switches_stack(row)) || cfa & 7)
 		return stack_end(slot, STACK_END_BACKWARDS);
 	if (fp_rule == UNWIND_FP_AT_CFA || fp_rule == UNWIND_FP_AT_FP) {
 		fp_at = (fp_rule == UNWIND_FP_AT_CFA ? cfa : fp) + row_fp_offset(row) * 8;

@@ -76,6 +76,15 @@ static __always_inline __u64 row_frame_pointer(__u64 row)
 	return row >> UNWIND_FP_SHIFT & 3;
 }
 
+/*
+ * Whether the caller's frame may be on another stack. Compilers make no such rule: where the
+ * frame pointer is saved at itself, they base the CFA on something else.
+ */
+static __always_inline int row_switches_stack(__u64 row)
+{
+	return row_kind(row) == UNWIND_BY_FP && row_frame_pointer(row) == UNWIND_FP_AT_FP;
+}
+
 /* Returns the offset of the saved frame pointer, in words. */
 static __always_inline long row_fp_offset(__u64 row)
 {

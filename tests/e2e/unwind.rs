@@ -13,10 +13,12 @@ use libtest_mimic::Trial;
 use serde_json::Value;
 
 use crate::harness::{self, Tool, ToolOutput, Workload, workload};
+use crate::memleak;
 
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "unwind":
         the_handler_of_a_signal,
+        c_that_is_called_from_go,
         threads_have_one_stack,
         a_fiber_ends_where_it_began,
         every_instruction,
@@ -35,6 +37,14 @@ pub(crate) fn tests() -> Vec<Trial> {
         .into_iter()
         .flatten()
         .collect()
+}
+
+/// Go's runtime calls C on another stack.
+fn c_that_is_called_from_go() -> Result<()> {
+    let groups = memleak::trace_all("cgo", &["31", "4093"])?;
+    let leaked = memleak::outstanding(&groups, "handle_in_go");
+    ensure!(leaked == (31 * 4093, 31), "{leaked:?} in {groups:#?}");
+    Ok(())
 }
 
 /// Number of calls: a prime, so that no other number of calls equals it by accident.

@@ -12,8 +12,9 @@ use std::ops::Range;
 use anyhow::{Result, ensure};
 use builder::{Builder, word};
 use gimli::{BaseAddresses, UnwindContext, UnwindExpression};
+use object::elf as raw;
 
-use crate::bpf::types::{self, unwind_kind as Kind};
+use crate::bpf::types::{self, unwind_frame_pointer as FramePointer, unwind_kind as Kind};
 use crate::code::eh_frame::{
     CHECK_EVERY, Fde, Functions, MAX_ADDRESS, Slice, code_segments, eh_frame,
 };
@@ -75,7 +76,10 @@ impl Rules {
             .set_eh_frame(address)
             .set_text(text);
         let addresses: Vec<_> = code.iter().map(CodeSegment::range).collect();
-        let rows = rows(&frames, &bases, &addresses, file.deadline)?;
+        let mut rows = rows(&frames, &bases, &addresses, file.deadline)?;
+        for function in switches_to_c(&file)? {
+            add_switch(&mut rows, function);
+        }
         Ok(Self { rows, segments })
     }
 
@@ -180,6 +184,59 @@ pub fn address_of(row: u64) -> u64 {
     row >> 32
 }
 
+/// Returns the addresses of the function of Go's runtime that calls C, and of its wrapper. The function calls on the
+/// thread's stack, and leaves the frame pointer that leads to the goroutine's stack.
+fn switches_to_c(file: &Elf<'_>) -> Result<Vec<Range<u64>>> {
+    const NAMES: [&[u8]; 2] = [b"runtime.asmcgocall.abi0\0", b"runtime.asmcgocall\0"];
+    if file.section(".go.buildinfo").is_none() {
+        return Ok(Vec::new());
+    }
+    let Some((table, names)) = file.symbol_table(raw::SHT_SYMTAB) else {
+        return Ok(Vec::new());
+    };
+    if names.size > limits::MAX_SYMBOLS {
+        return Ok(Vec::new());
+    }
+    let names = file.bytes(names.file_offset, names.size as usize)?;
+    let mut found = Vec::new();
+    file.each_function(table, |symbol| {
+        let name = names.get(symbol.name as usize..).unwrap_or_default();
+        if NAMES.iter().any(|wanted| name.starts_with(wanted)) {
+            found.push(symbol.address..symbol.address.saturating_add(symbol.size));
+        }
+        Ok(())
+    })?;
+    Ok(found)
+}
+
+/// Adds the rule that a function's caller is found by the frame pointer, on whatever stack, to rows that have no rule
+/// for the function.
+fn add_switch(rows: &mut Vec<u64>, function: Range<u64>) {
+    let none = word(Kind::UNWIND_NO_RULE, 0, None);
+    let by_fp = word(
+        Kind::UNWIND_BY_FP,
+        2,
+        Some((FramePointer::UNWIND_FP_AT_FP, 0)),
+    );
+    let at = rows.partition_point(|&row| address_of(row) <= function.start);
+    let before = at.checked_sub(1).and_then(|before| rows.get(before));
+    let is_free = before.is_none_or(|&row| row as u32 == none)
+        && rows
+            .get(at)
+            .is_none_or(|&row| address_of(row) >= function.end);
+    if !is_free || function.is_empty() || function.end >= MAX_ADDRESS {
+        return;
+    }
+    let added = [(function.start, by_fp), (function.end, none)];
+    let added = added.map(|(from, rule)| from << 32 | u64::from(rule));
+    let replaced = before.is_some_and(|&row| address_of(row) == function.start);
+    let ends_there = rows
+        .get(at)
+        .is_some_and(|&row| address_of(row) == function.end);
+    let added = &added[..added.len() - usize::from(ends_there)];
+    rows.splice(at - usize::from(replaced)..at, added.iter().copied());
+}
+
 /// Builds all rows of a file, ascending by address.
 fn rows(
     frames: &[u8],
@@ -223,4 +280,37 @@ fn rows(
         builder.push(end, word(Kind::UNWIND_NO_RULE, 0, None));
     }
     Ok(builder.rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_switch_of_stacks_has_a_rule_where_there_is_none() {
+        let none = word(Kind::UNWIND_NO_RULE, 0, None);
+        let other = word(Kind::UNWIND_BY_SP, 1, None);
+        let row = |address: u64, rule: u32| address << 32 | u64::from(rule);
+        let switch = word(
+            Kind::UNWIND_BY_FP,
+            2,
+            Some((FramePointer::UNWIND_FP_AT_FP, 0)),
+        );
+        let rows = vec![row(0x100, other), row(0x200, none), row(0x900, other)];
+        let with = |function: Range<u64>| {
+            let mut rows = rows.clone();
+            add_switch(&mut rows, function);
+            rows
+        };
+        let inserted = [row(0x300, switch), row(0x340, none)];
+        assert_eq!(
+            with(0x300..0x340),
+            [&rows[..2], &inserted, &rows[2..]].concat()
+        );
+        assert_eq!(with(0x200..0x900), [rows[0], row(0x200, switch), rows[2]]);
+        assert_eq!(with(0x40..0x80)[..2], [row(0x40, switch), row(0x80, none)]);
+        // Code that has rules keeps them.
+        assert_eq!(with(0x180..0x1c0), rows);
+        assert_eq!(with(0x880..0x940), rows);
+    }
 }
