@@ -31,18 +31,18 @@ use crate::bpf::Loaded;
 
 memtools::skeleton!("faults", FaultsSkelBuilder, stacks: unwound, plain: []);
 
-/// Count page faults, by which processes grow, by user stack and process.
+/// Count page faults, which make processes grow, by user stack and process.
 #[derive(Debug, Parser)]
 #[command(
     name = "faults",
     version,
-    max_term_width = 100,
     mut_arg("metrics", |metrics| metrics.requires("by_process")),
     mut_arg("container", |container| container.requires("by_process")),
     after_help = "\
 examples:
-  faults                       count all page faults until Ctrl-C, and print their stacks
-  faults -d 30 --flame faults.svg       draw them as a flame graph
+  faults                       count page faults until Ctrl-C, and print stacks
+  faults -d 30 --flame faults.svg
+                               draw them as a flame graph
   faults -p 1234 5             those of process 1234, every 5 seconds
   faults -M                    only those that waited for a disk or for swap
   faults --by-process -d 10    who faults how often
@@ -51,11 +51,14 @@ examples:
   faults -c './prog -x'        from the program's start"
 )]
 struct Args {
-    /// Show user stacks; the default without -K
+    #[command(flatten)]
+    target: TargetArgs,
+
+    /// Show user stacks: the default without -K
     #[arg(short = 'U', long)]
     user_stacks: bool,
 
-    /// Show kernel stacks, instead of user stacks or, with -U, beside them
+    /// Show kernel stacks
     #[arg(short = 'K', long)]
     kernel_stacks: bool,
 
@@ -63,11 +66,15 @@ struct Args {
     #[arg(long)]
     user_mode: bool,
 
-    /// Count only faults of the kernel on user memory, as when read(2) fills a buffer
+    /// Count only faults of the kernel on user memory
+    ///
+    /// An example is read(2), which fills a buffer.
     #[arg(long, conflicts_with = "user_mode")]
     kernel_mode: bool,
 
-    /// Count only major faults, which waited for a disk or for swap
+    /// Count only major faults
+    ///
+    /// These wait for a disk or for swap.
     #[arg(short = 'M', long)]
     major: bool,
 
@@ -75,11 +82,15 @@ struct Args {
     #[arg(short, long, conflicts_with = "major")]
     minor: bool,
 
-    /// Count by process, without stacks: a line for each, with or without --text and -P
+    /// Count by process, without stacks
+    ///
+    /// Each process has one line, with or without --text and -P.
     #[arg(long, conflicts_with_all = ["folded", "annotations", "offsets", "addresses", "flame", "pprof"])]
     by_process: bool,
 
-    /// Show bytes, a page for each fault, rather than faults
+    /// Count bytes instead of faults
+    ///
+    /// Each fault counts as a page.
     #[arg(long)]
     bytes: bool,
 
@@ -88,9 +99,6 @@ struct Args {
 
     #[command(flatten)]
     containers: ContainerArgs,
-
-    #[command(flatten)]
-    target: TargetArgs,
 
     #[command(flatten)]
     stacks: StackCountArgs,

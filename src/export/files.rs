@@ -21,17 +21,26 @@ type Writer = Box<dyn Fn(&Profile, &mut dyn Write) -> Result<()>>;
 /// Options of every tool with stacks: what is told of them, and into which files.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ExportArgs {
-    /// Also draw each report as a flame graph, into this file, which any browser shows
-    #[arg(long, value_name = "FILE.svg")]
+    /// Also draw a flame graph of each report
+    ///
+    /// Any browser shows the file.
+    #[arg(help_heading = "Output", long, value_name = "FILE.svg")]
     pub flame: Option<PathBuf>,
 
-    /// Have --flame show by how much each stack differs from this profile of an earlier run: red has grown, blue
-    /// shrunk
-    #[arg(long, value_name = "OLD.pb.gz", requires = "flame")]
+    /// Color the flame graph by the change since this profile
+    ///
+    /// OLD.pb.gz is a file that an earlier run wrote with --pprof. Red stacks have grown, blue stacks have shrunk.
+    #[arg(
+        help_heading = "Output",
+        hide_short_help = true,
+        long,
+        value_name = "OLD.pb.gz",
+        requires = "flame"
+    )]
     pub flame_base: Option<PathBuf>,
 
-    /// Also write each report as a profile, into this file, for `go tool pprof` and others
-    #[arg(long, value_name = "FILE.pb.gz")]
+    /// Also write a profile for `go tool pprof`
+    #[arg(help_heading = "Output", long, value_name = "FILE.pb.gz")]
     pub pprof: Option<PathBuf>,
 
     /// Options for the source lines of frames.

@@ -31,8 +31,10 @@ const BUCKETS: [usize; 14] = [10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34
 /// The option of the tools that have metrics.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct MetricsArgs {
-    /// Also keep sums since the start in this file, for node_exporter's textfile collector
-    #[arg(long, value_name = "FILE.prom")]
+    /// Also write metrics for node_exporter
+    ///
+    /// The file is for the textfile collector of node_exporter, and has sums since the start of the tool.
+    #[arg(help_heading = "Output", long, value_name = "FILE.prom")]
     pub metrics: Option<PathBuf>,
 }
 

@@ -23,21 +23,26 @@ mod search;
 /// Options of the tools that show user stacks, for the frames of interpreters.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct InterpreterArgs {
-    /// Whether functions of Python are shown in the place of the interpreter's own, and stacks go through Java's
-    #[arg(long, value_name = "WHICH", value_enum, default_value_t = Interpreters::Auto)]
+    /// Whether stacks have the functions of Python and Java
+    ///
+    /// `auto` replaces the frames of the interpreter by functions of Python and Java; `off` shows native frames only.
+    #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "WHICH", value_enum, default_value_t = Interpreters::Auto)]
     pub interpreters: Interpreters,
 
-    /// Whether functions of Python are shown with their lines, which keeps stacks apart by these
-    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = PythonLines::Yes)]
+    /// Whether functions of Python have line numbers
+    ///
+    /// Stacks that differ only in lines are then counted separately.
+    #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "WHETHER", value_enum, default_value_t = PythonLines::Yes)]
     pub python_lines: PythonLines,
 
-    /// Show the interpreter's own frames, too, that execute functions of Python
-    #[arg(long)]
+    /// Also show frames of the Python interpreter
+    #[arg(help_heading = "Stacks", hide_short_help = true, long)]
     pub native_frames: bool,
 
-    /// Have each HotSpot that is traced write a perf map into its /tmp, as jcmd does, which runs code in it; functions
-    /// are named by that
-    #[arg(long)]
+    /// Have each traced HotSpot JVM write a perf map
+    ///
+    /// This runs code in the JVM, as jcmd does. Without this option, names are read from the memory of the JVM.
+    #[arg(help_heading = "Stacks", hide_short_help = true, long)]
     pub java_names: bool,
 }
 

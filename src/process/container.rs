@@ -18,8 +18,10 @@ use crate::process::cgroup::{self, Cgroups, LEFT_OUT};
 /// The option of tools with a row for each event or process.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ContainerArgs {
-    /// Add CONTAINER: the first digits of the container's id, or else the name of the systemd unit
-    #[arg(long)]
+    /// Show the container or systemd unit of each process
+    ///
+    /// The column CONTAINER has the first digits of the id of the container, or the name of the systemd unit.
+    #[arg(help_heading = "Output", long)]
     pub container: bool,
 }
 

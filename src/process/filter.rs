@@ -42,15 +42,18 @@ const INITIAL_PID_NAMESPACE: u32 = 0xeffffffc;
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct FilterArgs {
     /// Trace only these processes
-    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids))]
+    #[arg(help_heading = "Target", short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids))]
     pub pid: Vec<u32>,
 
-    /// Trace only tasks whose name (comm) contains this
-    #[arg(short, long, value_name = "NAME", add = ArgValueCompleter::new(complete::names))]
+    /// Trace only tasks whose name (comm) contains NAME
+    #[arg(help_heading = "Target", short, long, value_name = "NAME", add = ArgValueCompleter::new(complete::names))]
     pub name: Option<String>,
 
-    /// Trace only what runs in or below this cgroup (version 2): a path, a systemd unit, or the id of a container or pod
-    #[arg(long, value_name = "CGROUP", value_parser = cgroup_path, add = ArgValueCompleter::new(complete::cgroups))]
+    /// Trace only this cgroup, systemd unit or container
+    ///
+    /// CGROUP is the path of a cgroup (version 2), the name of a systemd unit, or the id of a container or pod. Cgroups
+    /// below it are included.
+    #[arg(help_heading = "Target", long, value_name = "CGROUP", value_parser = cgroup_path, add = ArgValueCompleter::new(complete::cgroups))]
     pub cgroup: Option<PathBuf>,
 }
 

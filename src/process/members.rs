@@ -154,6 +154,10 @@ mod tests {
     fn a_decision_is_kept_until_a_change_can_make_another_one() {
         let mut child = Command::new("sleep").arg("1000").spawn().expect("a child");
         let pid = child.id();
+        // The kernel lets the parent of a vfork(2) run before it gives the child its new name.
+        while fs::read(format!("/proc/{pid}/comm")).expect("it runs") != b"sleep\n" {
+            thread::yield_now();
+        }
         let (mut of_child, mut of_none) = (members("slee"), members("no such name"));
         assert!(of_child.contains(pid) && !of_none.contains(pid));
         // The files in /proc are read at the next question only after one of these changes.

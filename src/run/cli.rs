@@ -30,8 +30,8 @@ use crate::parse::{self, UsageError};
 use crate::print::message;
 use crate::print::output::{Format, Output, ReaderStalled, StopSignals};
 use crate::process::inherited;
-use crate::run::complete;
 use crate::run::poll::Poller;
+use crate::run::{complete, help};
 use crate::stacks::source_lines;
 use crate::stacks::table::MAX_DEPTH;
 
@@ -81,10 +81,10 @@ pub fn main_with<A: Parser>(moved: &[Moved], run: impl FnOnce(A) -> Result<ExitC
 /// clap does not enforce that an option requires another one where the required option conflicts with a third that is
 /// present. The second parse therefore ignores conflicts, all of which the first one reports.
 fn parse_line<A: Parser>(line: &[OsString]) -> Result<A, clap::Error> {
-    let mut command = A::command();
+    let mut command = help::command::<A>();
     message::set_tool(command.get_name());
     let mut matches = command.try_get_matches_from_mut(line)?;
-    without_conflicts(A::command()).try_get_matches_from(line)?;
+    without_conflicts(help::command::<A>()).try_get_matches_from(line)?;
     A::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
@@ -174,24 +174,31 @@ fn set_mmap_threshold() {
 /// Options of every tool.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct CommonArgs {
-    /// Stop after this many seconds, which may have a fraction [default: at Ctrl-C]
-    #[arg(short, short_alias = 'D', long, value_name = "SECONDS", value_parser = parse::seconds)]
+    /// Stop after SECONDS [default: at Ctrl-C]
+    ///
+    /// SECONDS may have a fraction.
+    #[arg(help_heading = "Report", short, short_alias = 'D', long, value_name = "SECONDS", value_parser = parse::seconds)]
     pub duration: Option<Duration>,
 
-    /// Print one JSON object a line
-    #[arg(short, long)]
+    /// Print one JSON object per line
+    #[arg(help_heading = "Output", short, long)]
     pub json: bool,
 
-    /// Print into this file rather than on stdout
-    #[arg(short, long, value_name = "FILE")]
+    /// Write to FILE instead of standard output
+    #[arg(help_heading = "Output", short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 
-    /// Also write a timeline into this file, for ui.perfetto.dev
-    #[arg(long, value_name = "FILE.pftrace")]
+    /// Also write a timeline for ui.perfetto.dev
+    #[arg(
+        help_heading = "Output",
+        hide_short_help = true,
+        long,
+        value_name = "FILE.pftrace"
+    )]
     pub perfetto: Option<PathBuf>,
 
-    /// Tell on stderr how events are got at, with libbpf's messages
-    #[arg(short, long)]
+    /// Print on stderr how events are traced, and messages of libbpf
+    #[arg(help_heading = "General", hide_short_help = true, short, long)]
     pub verbose: bool,
 }
 
@@ -295,13 +302,14 @@ fn can_be_printed(file: BorrowedFd<'_>) -> bool {
     matches!(poll(&mut room, PollTimeout::ZERO), Ok(1..))
 }
 
-/// Checks the command line of a tool, in its unit tests: it is well defined, enforces what options require, and refuses
-/// these lines as wrong usage, with exit status 2. Words in a line are separated by spaces; the tool's name is left out.
+/// Checks the command line of a tool, in its unit tests: it is well defined, has a help that fits on a screen,
+/// enforces what options require, and refuses these lines as wrong usage, with exit status 2. Words in a line are separated by spaces; the tool's name is left out.
 ///
 /// # Panics
 /// If the definition contradicts itself, or a line is accepted.
 pub fn assert_refuses<A: Parser>(lines: &[&str]) {
     A::command().debug_assert();
+    help::assert_fits::<A>();
     for line in lines {
         match parse_words::<A>(&line.split_whitespace().collect::<Vec<_>>()) {
             Ok(_) => panic!("accepted: {line}"),

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`cli`] | running a tool: arguments, exit status, errors |
 //! | `complete` | completion in shells |
+//! | `help` | `-h` and `--help` |
 //! | [`skeleton`] | a BPF object of a tool, from opening to loading |
 //! | [`target`] | what is traced: the processes that pass the filter, or a command |
 //! | `follow` | following a ring buffer until the trace ends |
@@ -20,6 +21,7 @@ pub mod cli;
 mod complete;
 pub mod count_stacks;
 mod follow;
+mod help;
 pub mod losses;
 pub mod poll;
 pub mod priority;

@@ -22,17 +22,27 @@ use crate::stacks::unwind::{UnwindArgs, UnwindParts, UnwindTarget, Unwinder};
 /// Options that choose it.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct TargetArgs {
-    /// Run this command and trace it and what it starts; its exit status becomes ours
-    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
-    pub command: Option<String>,
-
-    /// Also trace the processes that those of -p start from now on, as is always done with -c
-    #[arg(long)]
-    pub children: bool,
-
     /// What is traced of the system, if there is no command.
     #[command(flatten)]
     pub filter: FilterArgs,
+
+    /// Run COMMAND, and trace it and its descendants
+    ///
+    /// The exit status of the tool is that of COMMAND.
+    #[arg(
+        help_heading = "Target",
+        short,
+        long,
+        value_name = "COMMAND",
+        conflicts_with = "pid"
+    )]
+    pub command: Option<String>,
+
+    /// With -p: also trace the processes that they start
+    ///
+    /// The descendants of a command of -c are always traced.
+    #[arg(help_heading = "Target", long)]
+    pub children: bool,
 }
 
 /// Formats what is traced, in words and escaped.

@@ -25,13 +25,15 @@ const UNIX: &str = "unix:";
 /// Options of tools that serve their reports.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ServeArgs {
-    /// Also answer HTTP requests with the report of the moment: a page, a flame graph, profiles as Go
-    /// programs serve them, OpenMetrics. At a port of this machine (6060, 127.0.0.1:6060), or unix:PATH
+    /// Serve the current report over HTTP
+    ///
+    /// There are a page, a flame graph, profiles as Go programs serve them, and OpenMetrics. ADDRESS is a port of this
+    /// machine (6060, 127.0.0.1:6060), or unix:PATH.
     #[arg(long, value_name = "ADDRESS", value_parser = parse)]
     pub serve: Option<Address>,
 
-    /// Let --serve have an address that other machines can reach
-    #[arg(long, requires = "serve")]
+    /// Allow an address of --serve that other machines can reach
+    #[arg(hide_short_help = true, long, requires = "serve")]
     pub serve_remote: bool,
 }
 

@@ -45,12 +45,16 @@ pub struct Symbolizer {
 /// Options for what the frames of user stacks are told with beside their functions.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct SourceArgs {
-    /// Show source files, lines and inlined calls, as far as debug information is installed
-    #[arg(long)]
+    /// Show source lines and inlined functions
+    ///
+    /// They come from debug information that is installed.
+    #[arg(help_heading = "Output", long)]
     pub lines: bool,
 
-    /// Fetch debug information that is not installed from the servers in DEBUGINFOD_URLS
-    #[arg(long)]
+    /// Download debug information that is not installed
+    ///
+    /// The servers are those in the environment variable DEBUGINFOD_URLS.
+    #[arg(help_heading = "Output", hide_short_help = true, long)]
     pub debuginfod: bool,
 }
 

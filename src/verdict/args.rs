@@ -14,14 +14,17 @@ const MAX_PAUSE: Duration = Duration::from_millis(250);
 /// Options of the copies of a process's memory.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CopyArgs {
-    /// Milliseconds for which the process may be stopped while its memory is copied; a copy that takes longer is given up
-    /// [default: 250]
-    #[arg(long, value_name = "MS", value_parser = milliseconds)]
+    /// Maximum pause for a copy, in milliseconds [default: 250]
+    ///
+    /// The process is stopped while its memory is copied. A copy that takes longer is given up, and tried again.
+    #[arg(hide_short_help = true, long, value_name = "MS", value_parser = milliseconds)]
     pub max_pause: Option<Duration>,
 
-    /// Copy most of the process's memory while it runs, and only what it has written since then while it stands still; the
-    /// first write to each page takes a page fault for that
-    #[arg(long, conflicts_with = "idle")]
+    /// Copy most of the memory before the process is stopped
+    ///
+    /// In the pause, only memory that was written since then is copied. The first write to each page causes a page
+    /// fault.
+    #[arg(hide_short_help = true, long, conflicts_with = "idle")]
     pub pre_copy: bool,
 }
 

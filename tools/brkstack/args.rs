@@ -14,12 +14,12 @@ use crate::calls::StackParts;
 #[command(
     name = "brkstack",
     version,
-    max_term_width = 100,
     mut_arg("container", |container| container.requires("events")),
     after_help = "\
 examples:
   brkstack                     count all calls until Ctrl-C, and print their stacks
-  brkstack -d 10 --flame brk.svg      draw them as a flame graph
+  brkstack -d 10 --flame brk.svg
+                               draw them as a flame graph
   brkstack --bytes -p 1234     the bytes by which the heap of process 1234 grows
   brkstack 1                   what happened, every second
   brkstack --events -n python  a line for each call of tasks named python
@@ -28,31 +28,31 @@ examples:
   brkstack --growth -c './prog -x'   only calls that grow the heap, from the program's start"
 )]
 pub(crate) struct Args {
-    /// Count only calls that grow the heap, not those that shrink it or ask for its end
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    /// Count only calls that grow the heap
     #[arg(long)]
     growth: bool,
 
-    /// Weigh each call by the bytes by which it grows the heap
+    /// Count bytes by which the heap grows, instead of calls
     #[arg(long)]
     pub(crate) bytes: bool,
 
-    /// Print a line for each call instead
+    /// Print a line for each call instead of counts
     #[arg(long, conflicts_with_all = ["bytes", "folded", "text", "perpid", "annotations", "top", "interval", "interval_option", "offsets", "addresses", "flame", "pprof"])]
     pub(crate) events: bool,
 
-    /// Show user stacks; the default without -K or --events
+    /// Show user stacks: the default without -K or --events
     #[arg(short = 'U', long)]
     user_stacks: bool,
 
-    /// Show kernel stacks, instead of user stacks or, with -U, beside them
+    /// Show kernel stacks
     #[arg(short = 'K', long)]
     pub(crate) kernel_stacks: bool,
 
     #[command(flatten)]
     pub(crate) containers: ContainerArgs,
-
-    #[command(flatten)]
-    pub(crate) target: TargetArgs,
 
     #[command(flatten)]
     pub(crate) stacks: StackCountArgs,

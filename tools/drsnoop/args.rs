@@ -11,17 +11,16 @@ use memtools::stacks::unwind::UnwindArgs;
 
 use crate::row::Columns;
 
-/// Show tasks that had to reclaim memory themselves before they got any, with the time it took.
+/// Show tasks that have to reclaim memory themselves, with the latency.
 #[derive(Debug, Parser)]
 #[command(
     name = "drsnoop",
     version,
-    max_term_width = 100,
-    mut_arg("verbose", |verbose| verbose.help("Add FREE(KB), the machine's free memory when it began")),
+    mut_arg("verbose", |verbose| verbose.help("Add FREE(KB), the free memory when the reclaim began").help_heading("Report").hide_short_help(false)),
     after_help = "\
 examples:
   drsnoop                      a line for each direct reclaim
-  drsnoop -Tp 1234             those of process 1234, with the time since the first
+  drsnoop -Tp 1234             those of process 1234, with the time
   drsnoop -U -v                with user ids and free memory
   drsnoop --memcg -e           also for a memory cgroup's limit, with order, flags and cgroups
   drsnoop --container          with the container or systemd unit of each
@@ -30,40 +29,47 @@ examples:
   drsnoop --hist -d 60         a minute, and the latencies' histogram"
 )]
 pub(crate) struct Args {
-    /// Add TIME(s), the seconds since the first reclaim ended
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    /// Add TIME(s), the time since the first reclaim
     #[arg(short = 'T', long)]
     pub(crate) timestamp: bool,
 
-    /// Add UID, the user's number
+    /// Add UID, the number of the user
     #[arg(short = 'U', long)]
     pub(crate) print_uid: bool,
 
     /// Trace only tasks of this user
-    #[arg(short, long, value_name = "UID", value_parser = parse::number::<u32>)]
+    #[arg(help_heading = "Target", short, long, value_name = "UID", value_parser = parse::number::<u32>)]
     pub(crate) uid: Option<u32>,
 
-    /// Trace only this thread, and show thread ids; wins over --pid
-    #[arg(short, long, value_name = "TID", value_parser = parse::pid)]
+    /// Trace only this thread, and show thread ids
+    ///
+    /// This option takes precedence over --pid.
+    #[arg(help_heading = "Target", short, long, value_name = "TID", value_parser = parse::pid)]
     pub(crate) tid: Option<u32>,
 
-    /// Add what was asked for: KIND, ORDER (of pages), GFP (flags), CGROUP (version 2) and, with --memcg, LIMITED, whose limit it was
+    /// Add KIND, ORDER, GFP and CGROUP of each allocation
+    ///
+    /// ORDER is that of the pages, GFP has the flags, CGROUP is of version 2. With --memcg, LIMITED is the cgroup whose
+    /// limit was reached.
     #[arg(short, long)]
     pub(crate) extended: bool,
 
-    /// Also show reclaim because a memory cgroup is at its limit; KIND tells which
+    /// Also show reclaim at the limit of a memory cgroup
+    ///
+    /// The column KIND has the kind of reclaim.
     #[arg(long)]
     pub(crate) memcg: bool,
 
-    /// Show the kernel and user stack of each
+    /// Print the kernel and user stack of each reclaim
     #[arg(long)]
     pub(crate) stack: bool,
 
     /// Print a histogram of the latencies at the end
     #[arg(long)]
     pub(crate) hist: bool,
-
-    #[command(flatten)]
-    pub(crate) unwind: UnwindArgs,
 
     #[command(flatten)]
     pub(crate) export: ExportArgs,
@@ -75,7 +81,7 @@ pub(crate) struct Args {
     pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
-    pub(crate) target: TargetArgs,
+    pub(crate) unwind: UnwindArgs,
 
     #[command(flatten)]
     pub(crate) common: CommonArgs,

@@ -16,7 +16,6 @@ use crate::report::{FAULTS, MAJOR};
 #[command(
     name = "ffaults",
     version,
-    max_term_width = 100,
     mut_arg("container", |container| container.requires("by_process")),
     after_help = "\
 examples:
@@ -29,23 +28,28 @@ examples:
   ffaults -c './prog -x'       from the program's start"
 )]
 pub(crate) struct Args {
-    /// Show the whole path of each file, as the process that faulted first would name it
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    /// Show the full path of each file
+    ///
+    /// The path is that of the process that faulted first.
     #[arg(long)]
     pub(crate) path: bool,
 
-    /// Count each process apart
+    /// Count by process and file
     #[arg(long)]
     pub(crate) by_process: bool,
 
-    /// Add how many were minor and major, and how many were for writing and for executing
+    /// Add the numbers of minor, major, write and execute faults
     #[arg(long)]
     pub(crate) r#type: bool,
 
-    /// Use only this hook, rather than the first that works
-    #[arg(long, value_name = "HOOK", value_enum)]
+    /// Use only this hook, not the first that works
+    #[arg(hide_short_help = true, long, value_name = "HOOK", value_enum)]
     pub(crate) hook: Option<Hook>,
 
-    /// Show only the N with the most faults
+    /// Show only the N files with the most faults
     #[arg(long, value_name = "N", value_parser = parse::count::<usize>)]
     pub(crate) top: Option<usize>,
 
@@ -60,16 +64,13 @@ pub(crate) struct Args {
     pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
-    pub(crate) target: TargetArgs,
-
-    #[command(flatten)]
     pub(crate) common: CommonArgs,
 
-    /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
+    /// Seconds between summaries [default: one at the end]
     #[arg(value_parser = parse::seconds)]
     pub(crate) interval: Option<Duration>,
 
-    /// Summaries before it exits [default: until Ctrl-C]
+    /// Number of summaries [default: until Ctrl-C]
     #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 }

@@ -28,7 +28,6 @@ const OUTPUT: &str = "Output";
 #[command(
     name = "heapscan",
     version,
-    max_term_width = 100,
     after_help = "\
 examples:
   heapscan -p 1234                    one screen
@@ -92,11 +91,11 @@ pub(crate) struct Args {
     #[command(flatten, next_help_heading = OUTPUT)]
     pub(crate) containers: ContainerArgs,
 
-    /// Print JSON, one object per line
+    /// Print one JSON object per line
     #[arg(help_heading = OUTPUT, short, long)]
     pub(crate) json: bool,
 
-    /// Write output to FILE instead of stdout
+    /// Write to FILE instead of standard output
     #[arg(help_heading = OUTPUT, short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
 }

@@ -14,7 +14,6 @@ use memtools::run::target::TargetArgs;
 #[command(
     name = "hfaults",
     version,
-    max_term_width = 100,
     after_help = "\
 examples:
   hfaults                      faults on reserved huge pages (hugetlbfs), until Ctrl-C
@@ -25,11 +24,14 @@ examples:
   hfaults --madvise            who asks for transparent huge pages by madvise(2)"
 )]
 pub(crate) struct Args {
-    /// Count by the size of the page too, and by why it faulted
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    /// Also count by page size and by reason
     #[arg(short, long)]
     pub(crate) extended: bool,
 
-    /// Count faults that could be answered with a transparent huge page, and whether they were
+    /// Count faults that could get a transparent huge page
     #[arg(long, conflicts_with_all = ["extended", "madvise"])]
     pub(crate) thp: bool,
 
@@ -37,7 +39,7 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with = "extended")]
     pub(crate) madvise: bool,
 
-    /// Print the time of day before each report
+    /// Print the time before each report
     #[arg(short = 'T', long)]
     pub(crate) timestamp: bool,
 
@@ -48,16 +50,13 @@ pub(crate) struct Args {
     pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
-    pub(crate) target: TargetArgs,
-
-    #[command(flatten)]
     pub(crate) common: CommonArgs,
 
-    /// Seconds between reports [default: one report, at the end]
+    /// Seconds between reports [default: one at the end]
     #[arg(value_parser = parse::seconds)]
     pub(crate) interval: Option<Duration>,
 
-    /// Reports before it exits [default: until Ctrl-C]
+    /// Number of reports [default: until Ctrl-C]
     #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 }

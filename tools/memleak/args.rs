@@ -47,22 +47,22 @@ const REPORTED_BLOCK_BYTES: u64 = 72;
 const REPORTED_STACK_BYTES: u64 = 640;
 
 /// Headings of --help.
-const WHOSE: &str = "Whose memory";
-const RECORD: &str = "What to record";
-const REPORT: &str = "What to report";
-const PRINT: &str = "How to print it";
-const ROOM: &str = "Stacks, and room for them";
+const TARGET: &str = "Target (default: the kernel)";
+const EVENTS: &str = "Events";
+const REPORT: &str = "Report";
+const OUTPUT: &str = "Output";
+const STACKS: &str = "Stacks";
+const GENERAL: &str = "General";
 
-/// Show memory that a process or the kernel allocated and has not freed, by call stack.
+/// Show memory that was allocated and not freed, by call stack.
 #[derive(Debug, Parser)]
 #[command(
     name = "memleak",
     version,
-    max_term_width = 100,
     mut_arg("container", |container| container.conflicts_with("folded")),
     after_help = "\
 examples:
-  memleak -p 1234              report what process 1234 has not freed, every 5 seconds
+  memleak -p 1234              what process 1234 has not freed, every 5 seconds
   memleak -p 1234 10 3         three reports, 10 seconds apart
   memleak -ap 1234             list every outstanding block too
   memleak -c './prog -x' 1     start a command, and trace it from its first instruction
@@ -90,32 +90,37 @@ pub(crate) struct Args {
     #[arg(value_parser = parse::seconds)]
     pub(crate) interval: Option<Duration>,
 
-    /// Reports before it exits [default: until Ctrl-C]
+    /// Number of reports [default: until Ctrl-C]
     #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 
     /// Trace these processes
-    #[arg(help_heading = WHOSE, short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids))]
+    #[arg(help_heading = TARGET, short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids))]
     pub(crate) pid: Vec<u32>,
 
-    /// Run this command and trace it; its exit status becomes ours
-    #[arg(help_heading = WHOSE, short, long, value_name = "COMMAND", conflicts_with = "pid")]
+    /// Run COMMAND and trace it
+    ///
+    /// The exit status of memleak is that of COMMAND.
+    #[arg(help_heading = TARGET, short, long, value_name = "COMMAND", conflicts_with = "pid")]
     pub(crate) command: Option<String>,
 
-    /// Trace the processes whose name (comm) contains this
-    #[arg(help_heading = WHOSE, short, long, visible_alias = "comm", value_name = "NAME", add = ArgValueCompleter::new(complete::names))]
+    /// Trace the processes whose name contains NAME
+    #[arg(help_heading = TARGET, short, long, alias = "comm", value_name = "NAME", add = ArgValueCompleter::new(complete::names))]
     pub(crate) name: Option<String>,
 
-    /// Trace the processes in or below this cgroup (version 2): a path, a systemd unit, or the id of a container or pod
-    #[arg(help_heading = WHOSE, long, value_name = "CGROUP", value_parser = cgroup_path, conflicts_with = "command", add = ArgValueCompleter::new(complete::cgroups))]
+    /// Trace this cgroup, systemd unit or container
+    ///
+    /// CGROUP is the path of a cgroup (version 2), the name of a systemd unit, or the id of a container or pod. Cgroups
+    /// below it are included.
+    #[arg(help_heading = TARGET, long, value_name = "CGROUP", value_parser = cgroup_path, conflicts_with = "command", add = ArgValueCompleter::new(complete::cgroups))]
     pub(crate) cgroup: Option<PathBuf>,
 
-    /// Also trace the processes that those of -p or -c start from now on
-    #[arg(help_heading = WHOSE, long)]
+    /// Also trace the processes that they start
+    #[arg(help_heading = TARGET, long)]
     pub(crate) children: bool,
 
-    /// Record only allocations of at least this many bytes
-    #[arg(help_heading = RECORD,
+    /// Record only allocations of at least BYTES
+    #[arg(help_heading = EVENTS,
         short = 'z',
         long,
         value_name = "BYTES",
@@ -125,28 +130,34 @@ pub(crate) struct Args {
     )]
     pub(crate) min_size: u64,
 
-    /// Record only allocations of at most this many bytes
-    #[arg(help_heading = RECORD, short = 'Z', long, value_name = "BYTES", default_value_t = u64::MAX, hide_default_value = true, value_parser = parse::bytes)]
+    /// Record only allocations of at most BYTES
+    #[arg(hide_short_help = true, help_heading = EVENTS, short = 'Z', long, value_name = "BYTES", default_value_t = u64::MAX, hide_default_value = true, value_parser = parse::bytes)]
     pub(crate) max_size: u64,
 
-    /// Record about one of N allocations, chosen at random
-    #[arg(help_heading = RECORD, short, long, value_name = "N", default_value_t = 1, value_parser = parse::count::<u32>)]
+    /// Record one in N allocations [default: 1]
+    #[arg(hide_default_value = true, help_heading = EVENTS, short, long, value_name = "N", default_value_t = 1, value_parser = parse::count::<u32>)]
     pub(crate) sample_rate: u32,
 
-    /// Record a block of S bytes with the probability S/BYTES, and report estimates of all
-    #[arg(help_heading = RECORD, long, value_name = "BYTES", value_parser = sampling_distance, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace"])]
+    /// Sample by size, and report estimates
+    ///
+    /// A block of S bytes is recorded with the probability S/BYTES.
+    #[arg(hide_short_help = true, help_heading = EVENTS, long, value_name = "BYTES", value_parser = sampling_distance, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace"])]
     pub(crate) sample_bytes: Option<u32>,
 
-    /// Sample ever more blocks by bytes until recording takes at most this part of the target's CPU time
-    #[arg(help_heading = RECORD, long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace", "children", "name", "cgroup"])]
+    /// Limit the CPU time of tracing by sampling
+    ///
+    /// More and more blocks are left out, until the BPF programs take at most PERCENT of the CPU time of the target.
+    #[arg(help_heading = EVENTS, long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace", "children", "name", "cgroup"])]
     pub(crate) max_overhead: Option<f64>,
 
-    /// Probe only the allocator in this file: a path, or a library's name such as `c` or `jemalloc`
-    #[arg(help_heading = RECORD, short = 'O', long, value_name = "OBJECT")]
+    /// Probe only the allocator in this file
+    ///
+    /// OBJECT is a path, or the name of a library, such as `c` or `jemalloc`.
+    #[arg(hide_short_help = true, help_heading = EVENTS, short = 'O', long, value_name = "OBJECT")]
     pub(crate) obj: Option<PathBuf>,
 
-    /// Prefix of the allocator's function names, such as `je_`
-    #[arg(help_heading = RECORD,
+    /// Prefix of the names of the allocator's functions, such as je_
+    #[arg(hide_short_help = true, help_heading = EVENTS,
         short = 'S',
         long,
         value_name = "PREFIX",
@@ -155,122 +166,141 @@ pub(crate) struct Args {
     )]
     pub(crate) symbols_prefix: String,
 
-    /// Also probe this function of a pool of the program's own, as `server:pool_get(size=arg1)`; or
-    /// `size=arg3,count=arg2`; `old=arg1` if it resizes; `ret=arg1` if it stores the block there
-    #[arg(help_heading = RECORD, long, value_name = "OBJECT:SYMBOL(size=argN,...)")]
+    /// Also probe this function of a memory pool of the program
+    ///
+    /// Examples are `server:pool_get(size=arg1)`, and for the arguments `size=arg3,count=arg2`; `old=arg1` if the
+    /// function resizes; `ret=arg1` if it stores the block there.
+    #[arg(hide_short_help = true, help_heading = EVENTS, long, value_name = "OBJECT:SYMBOL(size=argN,...)")]
     pub(crate) alloc: Vec<AllocSpec>,
 
-    /// Also probe this function that takes a block back, as `server:pool_put(ptr=arg1)`
-    #[arg(help_heading = RECORD, long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
+    /// Also probe this function, which frees a block of the pool
+    ///
+    /// An example is `server:pool_put(ptr=arg1)`.
+    #[arg(hide_short_help = true, help_heading = EVENTS, long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
     pub(crate) free: Vec<FreeSpec>,
 
-    /// Also probe CPython's allocator of small objects (pymalloc), so that each object is a block
-    #[arg(help_heading = RECORD, long)]
+    /// Also trace each small object of CPython (pymalloc)
+    #[arg(hide_short_help = true, help_heading = EVENTS, long)]
     pub(crate) python_objects: bool,
 
-    /// Probe each function at its entry, even where a probe a few instructions on costs less
-    #[arg(help_heading = RECORD, long)]
+    /// Probe each function at its entry
+    ///
+    /// By default, a probe is a few instructions on if that costs less.
+    #[arg(hide_short_help = true, help_heading = EVENTS, long)]
     pub(crate) no_placement: bool,
 
-    /// What to report: `leak` is what is outstanding; `alloc` what was allocated since the last
-    /// report, freed or not; `churn` what was freed and had lived for less than an interval; `peak`
-    /// what was outstanding when it was most
-    #[arg(help_heading = REPORT, long, value_name = "MODE", value_enum, default_value_t = Mode::Leak, hide_possible_values = true, conflicts_with_all = ["combined_only", "show_allocs", "older"])]
+    /// Quantity: leak, alloc, churn or peak [default: leak]
+    ///
+    /// `leak` is what is outstanding; `alloc` what was allocated since the last report, freed or not; `churn` what was
+    /// freed and had lived for less than an interval; `peak` what was outstanding when it was most.
+    #[arg(hide_default_value = true, help_heading = REPORT, long, value_name = "MODE", value_enum, default_value_t = Mode::Leak, hide_possible_values = true, conflicts_with_all = ["combined_only", "show_allocs", "older"])]
     pub(crate) mode: Mode,
 
     /// The same as --mode churn
-    #[arg(help_heading = REPORT, long, conflicts_with_all = ["mode", "peak", "combined_only", "show_allocs", "older"])]
+    #[arg(hide_short_help = true, help_heading = REPORT, long, conflicts_with_all = ["mode", "peak", "combined_only", "show_allocs", "older"])]
     churn: bool,
 
     /// The same as --mode peak
-    #[arg(help_heading = REPORT, long, conflicts_with_all = ["mode", "combined_only", "show_allocs", "older"])]
+    #[arg(hide_short_help = true, help_heading = REPORT, long, conflicts_with_all = ["mode", "combined_only", "show_allocs", "older"])]
     peak: bool,
 
-    /// Leave out blocks younger than this many milliseconds [default: 500; 0 once the process has exited]
+    /// Show only blocks older than MS milliseconds [default: 500]
+    ///
+    /// The default is 0 once the process has exited.
     #[arg(help_heading = REPORT, short, long, value_name = "MS", value_parser = parse::number::<u64>, conflicts_with = "combined_only")]
     pub(crate) older: Option<u64>,
 
-    /// Also show how old the blocks of each stack are, how they grow, and who freed unknown ones
+    /// Add ages and growth of each stack
+    ///
+    /// The stacks that freed unknown blocks are also shown.
     #[arg(help_heading = REPORT, short, long)]
     pub(crate) extended: bool,
 
-    /// Also list the address and size of each outstanding block
+    /// Also list each outstanding block
     #[arg(help_heading = REPORT, short = 'a', long, conflicts_with = "combined_only")]
     pub(crate) show_allocs: bool,
 
-    /// What to order the stacks by, the largest last
-    #[arg(help_heading = REPORT, long, value_name = "KEY", value_enum, default_value_t = SortKey::Size)]
+    /// Order of the stacks: size, count, age, growth or rate
+    ///
+    /// The largest is last.
+    #[arg(hide_short_help = true, hide_possible_values = true, help_heading = REPORT, long, value_name = "KEY", value_enum, default_value_t = SortKey::Size)]
     pub(crate) sort: SortKey,
 
-    /// Show this many stacks
+    /// Number of stacks to show
     #[arg(help_heading = REPORT, short = 'T', long, value_name = "N", default_value_t = 10, value_parser = parse::count::<usize>)]
     pub(crate) top: usize,
 
-    /// Keep totals by stack in the kernel and report only these, whatever the blocks' age
-    #[arg(help_heading = REPORT, short = 'C', long)]
+    /// Keep only totals of each stack, in the kernel
+    ///
+    /// The age of blocks is then unknown.
+    #[arg(hide_short_help = true, help_heading = REPORT, short = 'C', long)]
     pub(crate) combined_only: bool,
 
-    /// Print a line for every allocation and free
-    #[arg(help_heading = REPORT, short, long)]
+    /// Also print each allocation and free
+    #[arg(hide_short_help = true, help_heading = REPORT, short, long)]
     pub(crate) trace: bool,
-
-    /// Print one line a stack for flame graphs, weighted by bytes, once at the end
-    #[arg(help_heading = PRINT, short, long, conflicts_with_all = ["json", "show_allocs", "trace"])]
-    pub(crate) folded: bool,
-
-    #[command(flatten, next_help_heading = PRINT)]
-    pub(crate) containers: ContainerArgs,
-
-    #[command(flatten, next_help_heading = PRINT)]
-    pub(crate) export: ExportArgs,
-
-    /// Also add each report to a timeline of heap profiles in this file, for ui.perfetto.dev
-    #[arg(help_heading = PRINT, long, value_name = "FILE.pftrace")]
-    pub(crate) perfetto: Option<PathBuf>,
-
-    #[command(flatten, next_help_heading = PRINT)]
-    pub(crate) difference: DifferenceArgs,
-
-    #[command(flatten, next_help_heading = PRINT)]
-    pub(crate) serve: ServeArgs,
-
-    /// Print one JSON object a line
-    #[arg(help_heading = PRINT, short, long)]
-    pub(crate) json: bool,
-
-    /// Print into this file rather than on stdout
-    #[arg(help_heading = PRINT, long, value_name = "FILE")]
-    pub(crate) output: Option<PathBuf>,
-
-    /// Tell on stderr what is probed and how, with libbpf's messages
-    #[arg(help_heading = PRINT, short, long)]
-    pub(crate) verbose: bool,
-
-    #[command(flatten, next_help_heading = ROOM)]
-    pub(crate) unwind: UnwindArgs,
-
-    /// Frames to keep of each stack
-    #[arg(help_heading = ROOM, long, value_name = "N", default_value_t = table::MAX_DEPTH, value_parser = cli::stack_depth)]
-    pub(crate) perf_max_stack_depth: u32,
-
-    /// Distinct stacks to keep at most, with memory for them set aside [default: as many as a quarter
-    /// of --mem-limit allows, with memory as they come]
-    #[arg(help_heading = ROOM, long, value_name = "N", value_parser = parse::count::<u32>)]
-    pub(crate) stack_storage_size: Option<u32>,
-
-    /// Blocks to follow at once, with memory for them set aside [default: as many as --mem-limit allows]
-    #[arg(help_heading = ROOM, long, value_name = "N", value_parser = parse::count::<u32>)]
-    pub(crate) max_allocs: Option<u32>,
-
-    /// Memory that following blocks, and their stacks, may take, of the kernel and for reports of ours
-    #[arg(help_heading = ROOM, long, value_name = "BYTES", default_value = "768M", value_parser = parse::bytes)]
-    pub(crate) mem_limit: u64,
 
     #[command(flatten)]
     pub(crate) verdict: VerdictArgs,
 
     #[command(flatten)]
     pub(crate) kernel: KernelArgs,
+
+    /// Print folded stacks at the end, for flame graphs
+    #[arg(help_heading = OUTPUT, short, long, conflicts_with_all = ["json", "show_allocs", "trace"])]
+    pub(crate) folded: bool,
+
+    #[command(flatten)]
+    pub(crate) containers: ContainerArgs,
+
+    #[command(flatten)]
+    pub(crate) export: ExportArgs,
+
+    /// Also write a timeline for ui.perfetto.dev
+    #[arg(hide_short_help = true, help_heading = OUTPUT, long, value_name = "FILE.pftrace")]
+    pub(crate) perfetto: Option<PathBuf>,
+
+    #[command(flatten, next_help_heading = OUTPUT)]
+    pub(crate) difference: DifferenceArgs,
+
+    #[command(flatten, next_help_heading = OUTPUT)]
+    pub(crate) serve: ServeArgs,
+
+    /// Print one JSON object per line
+    #[arg(help_heading = OUTPUT, short, long)]
+    pub(crate) json: bool,
+
+    /// Write to FILE instead of standard output
+    #[arg(help_heading = OUTPUT, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) unwind: UnwindArgs,
+
+    /// Maximum number of frames of a stack
+    #[arg(hide_short_help = true, help_heading = STACKS, long, value_name = "N", default_value_t = table::MAX_DEPTH, value_parser = cli::stack_depth)]
+    pub(crate) perf_max_stack_depth: u32,
+
+    /// Maximum number of distinct stacks
+    ///
+    /// Memory for them is allocated at the start. [default: as many as a quarter of --mem-limit allows, with memory as
+    /// they come]
+    #[arg(hide_short_help = true, help_heading = STACKS, long, value_name = "N", value_parser = parse::count::<u32>)]
+    pub(crate) stack_storage_size: Option<u32>,
+
+    /// Maximum number of blocks
+    ///
+    /// Memory for them is allocated at the start. [default: as many as --mem-limit allows]
+    #[arg(hide_short_help = true, help_heading = STACKS, long, value_name = "N", value_parser = parse::count::<u32>)]
+    pub(crate) max_allocs: Option<u32>,
+
+    /// Maximum memory for blocks, stacks and reports
+    #[arg(hide_short_help = true, help_heading = STACKS, long, value_name = "BYTES", default_value = "768M", value_parser = parse::bytes)]
+    pub(crate) mem_limit: u64,
+
+    /// Print on stderr how events are traced, and messages of libbpf
+    #[arg(hide_short_help = true, help_heading = GENERAL, short, long)]
+    pub(crate) verbose: bool,
 }
 
 impl Args {

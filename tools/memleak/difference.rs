@@ -22,14 +22,18 @@ const FORBIDDEN: u8 = 3;
 /// Options of the comparison.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct DifferenceArgs {
-    /// Also show by how much each stack differs from this profile of an earlier run, by the names of
-    /// functions: one of --pprof, also of another build
-    #[arg(long, value_name = "OLD.pb.gz", conflicts_with_all = ["folded", "by_cache", "trace"])]
+    /// Also show the change of each stack since this profile
+    ///
+    /// OLD.pb.gz is a file that an earlier run wrote with --pprof, of this or another build: stacks are compared by the
+    /// names of functions.
+    #[arg(hide_short_help = true, long, value_name = "OLD.pb.gz", conflicts_with_all = ["folded", "by_cache", "trace"])]
     pub(crate) diff: Option<PathBuf>,
 
-    /// End with status 3 if the last report has so many bytes more than --diff's profile: 'growth>1M'; or if
-    /// the last --verdict finds a block to be a leak: unreachable
-    #[arg(long, value_name = "growth>BYTES|unreachable", value_parser = fail_on)]
+    /// Exit with status 3 on this condition
+    ///
+    /// growth>BYTES, such as growth>1M: the last report has so many bytes more than the profile of --diff. unreachable:
+    /// the last --verdict finds a leak.
+    #[arg(long, help_heading = "Leak check", value_name = "CONDITION", value_parser = fail_on)]
     pub(crate) fail_on: Option<FailOn>,
 }
 

@@ -53,25 +53,24 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 /// Exit status if there are findings.
 const FINDINGS: u8 = 3;
 
-/// Show what is wrong with the machine's memory, where all of it is, and which tool to run next.
+/// Show what is wrong with the memory of this machine, and which tool to run next.
 #[derive(Debug, Parser)]
 #[command(
     name = "memtriage",
     version,
-    max_term_width = 100,
     mut_arg("container", |container| container.conflicts_with_all(["doctor", "cgroup"])),
     after_help = "\
 exit status: 0 if nothing was found, 3 if something is to be looked at (with --doctor: a tool cannot
 run; with --record: a report was written), 1 if it could not run
 
 examples:
-  memtriage                    one screen: findings, where memory is, whose it is
+  memtriage                    one screen: findings, parts of memory, processes
   memtriage --all              also what is well, and each small part
   memtriage 5                  every 5 seconds, until Ctrl-C
   memtriage --watch            every second, with what grows
   memtriage --by slab -T 20    the largest slab caches; also cgroup, code, swap, growth
   memtriage --container        with the container or systemd unit of each process
-  memtriage -p 1234            where the memory of a process is: heap, stacks, files, huge pages
+  memtriage -p 1234            where the memory of a process is: heap, stacks, files
   memtriage --cgroup db        of a cgroup: a systemd unit, a container's id, or a path
   memtriage --who 10           then trace for 10 seconds, and name the stacks of what was found
   memtriage --record DIR --before-oom
@@ -80,71 +79,79 @@ examples:
   memtriage -j | jq -c 'select(.type == \"finding\" and .level == \"act\")'"
 )]
 struct Args {
-    /// Also show the rules that found nothing, and every part of memory
+    /// Show where the memory of this process is
+    #[arg(help_heading = "Target", short, long, value_name = "PID", value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids), conflicts_with_all = ["watch", "who", "doctor", "record", "cgroup", "by"])]
+    pid: Option<u32>,
+
+    /// Show where the memory of this cgroup is
+    ///
+    /// CGROUP is the path of a cgroup, the name of a systemd unit, or the id of a container or pod.
+    #[arg(help_heading = "Target", long, value_name = "CGROUP", value_parser = filter::cgroup_path, add = ArgValueCompleter::new(complete::cgroups), conflicts_with_all = ["watch", "who", "doctor", "record", "by"])]
+    cgroup: Option<PathBuf>,
+
+    /// Also show rules that found nothing, and all parts of memory
     #[arg(short, long)]
     all: bool,
 
-    /// Keep looking, every second unless there is an interval, and show what grows
-    #[arg(short, long)]
+    /// Repeat every second, and show what grows
+    ///
+    /// INTERVAL sets another time.
+    #[arg(help_heading = "Actions", short, long)]
     watch: bool,
 
-    /// Run each of the other tools for a moment instead, and tell which work here, how, and what is missing
-    #[arg(long, conflicts_with_all = ["all", "watch", "who", "interval"])]
+    /// Show which tools can run here, and what is missing
+    #[arg(help_heading = "Actions", long, conflicts_with_all = ["all", "watch", "who", "interval"])]
     doctor: bool,
 
-    /// Then run the tools that can explain the findings for so many seconds, and show the three largest stacks of each
-    #[arg(long, value_name = "SECONDS", value_parser = parse::seconds, conflicts_with_all = ["watch", "interval"])]
+    /// Also trace the findings for SECONDS, and show stacks
+    ///
+    /// The tools that can explain the findings are run, and the three largest stacks of each are shown.
+    #[arg(help_heading = "Actions", long, value_name = "SECONDS", value_parser = parse::seconds, conflicts_with_all = ["watch", "interval"])]
     who: Option<Duration>,
 
-    /// Trace nothing until memory is nearly used up, then trace the processes that grow, and write a report of each
-    /// process that the kernel kills into this folder
-    #[arg(long, value_name = "DIR", requires = "before_oom", conflicts_with_all = ["all", "watch", "who", "doctor", "interval"])]
+    /// Trace when memory is nearly used up, and report to DIR
+    ///
+    /// Nothing is traced before. The processes that grow are traced, and each process that the kernel kills gets a
+    /// report.
+    #[arg(help_heading = "Actions", long, value_name = "DIR", requires = "before_oom", conflicts_with_all = ["all", "watch", "who", "doctor", "interval"])]
     record: Option<PathBuf>,
 
-    /// What --record waits for: that the kernel kills a process because memory ran out
-    #[arg(long, requires = "record")]
+    /// Condition of --record: the kernel kills a process
+    #[arg(help_heading = "Actions", long, requires = "record")]
     before_oom: bool,
 
-    /// With --record, trace from so much of the machine's memory, or of a cgroup's limit, on
-    #[arg(long, value_name = "PERCENT%", default_value = "85%", value_parser = percent, requires = "record")]
+    /// With --record: trace from this memory use on
+    #[arg(help_heading = "Actions", hide_short_help = true, long, value_name = "PERCENT%", default_value = "85%", value_parser = percent, requires = "record")]
     above: f64,
 
-    /// With --record, keep this many reports, the newest
-    #[arg(long, value_name = "N", default_value_t = 20, value_parser = parse::count::<usize>, requires = "record")]
+    /// With --record: number of reports to keep
+    #[arg(help_heading = "Actions", hide_short_help = true, long, value_name = "N", default_value_t = 20, value_parser = parse::count::<usize>, requires = "record")]
     keep: usize,
 
-    /// Show where the memory of this process is instead
-    #[arg(short, long, value_name = "PID", value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids), conflicts_with_all = ["watch", "who", "doctor", "record", "cgroup", "by"])]
-    pid: Option<u32>,
-
-    /// Show where the memory of this cgroup is instead: a path, a systemd unit, or the id of a container or pod
-    #[arg(long, value_name = "CGROUP", value_parser = filter::cgroup_path, add = ArgValueCompleter::new(complete::cgroups), conflicts_with_all = ["watch", "who", "doctor", "record", "by"])]
-    cgroup: Option<PathBuf>,
-
-    /// Whose memory is shown
+    /// Kind of the ranking
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = RankBy::Process, conflicts_with_all = ["doctor", "record"])]
     by: RankBy,
 
-    /// Show this many processes, or what else is chosen by --by
+    /// Number of rows of the ranking
     #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = parse::count::<usize>)]
     top: usize,
 
     #[command(flatten)]
     containers: ContainerArgs,
 
-    /// Print one JSON object a line
-    #[arg(short, long)]
+    /// Print one JSON object per line
+    #[arg(help_heading = "Output", short, long)]
     json: bool,
 
-    /// Print into this file rather than on stdout
-    #[arg(short, long, value_name = "FILE")]
+    /// Write to FILE instead of standard output
+    #[arg(help_heading = "Output", short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 
-    /// Look again every so many seconds [default: once]
+    /// Seconds between reports [default: one report]
     #[arg(value_parser = parse::seconds)]
     interval: Option<Duration>,
 
-    /// Stop after so many reports
+    /// Number of reports [default: until Ctrl-C]
     #[arg(value_parser = parse::count::<u64>)]
     count: Option<u64>,
 }

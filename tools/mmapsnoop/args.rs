@@ -13,13 +13,12 @@ use memtools::stacks::unwind::UnwindArgs;
 #[command(
     name = "mmapsnoop",
     version,
-    max_term_width = 100,
     group(ArgGroup::new("weighted").args(["folded", "flame", "pprof"]).multiple(true)),
     after_help = "\
 examples:
   mmapsnoop                    every mapping of every process
   mmapsnoop -Tp 1234           those of process 1234, with the time
-  mmapsnoop -n java --path     of tasks named java, with the whole path of each file
+  mmapsnoop -n java --path     of tasks named java, with full paths
   mmapsnoop --container        with the container or systemd unit of each
   mmapsnoop -x                 only calls that fail, with the error
   mmapsnoop --munmap -r        unmapping and moving too, with addresses and results
@@ -27,6 +26,9 @@ examples:
   mmapsnoop -d 10 --flame mmap.svg >/dev/null   draw what was mapped, by stack"
 )]
 pub(crate) struct Args {
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
     /// Add the time of day
     #[arg(short = 'T', long)]
     pub(crate) time: bool,
@@ -35,40 +37,41 @@ pub(crate) struct Args {
     #[arg(short = 'x', long, conflicts_with_all = ["flame", "pprof"])]
     pub(crate) failed: bool,
 
-    /// Add the result: the address that was mapped, or the error
+    /// Add the result: the mapped address, or the error
     #[arg(short, long)]
     pub(crate) result: bool,
 
-    /// Show the file's whole path, as its process would name it
+    /// Show full paths of files
     #[arg(long)]
     pub(crate) path: bool,
 
-    /// Add all flags by name
+    /// Show all flags by name
     #[arg(long)]
     pub(crate) flags: bool,
 
-    /// Also show munmap(2) and mremap(2), with the address that each is about
+    /// Also show munmap(2) and mremap(2), with the address
     #[arg(long)]
     pub(crate) munmap: bool,
 
-    /// Also show the calls of 32-bit programs, which slows all system calls down a little
-    #[arg(long)]
+    /// Also show the calls of 32-bit programs
+    ///
+    /// This slows down all system calls a little.
+    #[arg(hide_short_help = true, long)]
     pub(crate) compat: bool,
 
-    /// Print each call's user stack below its row
+    /// Print the user stack of each call
     #[arg(long)]
     pub(crate) stack: bool,
 
-    /// Print one line a stack for flame graphs, weighted by the bytes mapped, once at the end
+    /// Print folded stacks at the end, weighted by bytes
+    ///
+    /// The bytes are those that were mapped.
     #[arg(short, long, conflicts_with_all = ["json", "stack", "failed", "munmap", "perfetto"])]
     pub(crate) folded: bool,
 
-    /// Weight the stacks of --folded and --flame by calls
+    /// Weight stacks by calls instead of bytes
     #[arg(long, requires = "weighted")]
     pub(crate) calls: bool,
-
-    #[command(flatten)]
-    pub(crate) unwind: UnwindArgs,
 
     #[command(flatten)]
     pub(crate) export: ExportArgs,
@@ -77,7 +80,7 @@ pub(crate) struct Args {
     pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
-    pub(crate) target: TargetArgs,
+    pub(crate) unwind: UnwindArgs,
 
     #[command(flatten)]
     pub(crate) common: CommonArgs,

@@ -13,21 +13,22 @@ use memtools::stacks::unwind::UnwindArgs;
 #[command(
     name = "oomkill",
     version,
-    max_term_width = 100,
     after_help = "\
 examples:
   oomkill                      a line for each kill, until Ctrl-C
-  oomkill -e                   with the limit, the victim's memory, who is next, and stacks
+  oomkill -e                   with the limit, candidates and stacks
   oomkill -j >>/var/log/oomkill.json
   oomkill --cgroup /sys/fs/cgroup/db.service"
 )]
 pub(crate) struct Args {
-    /// Add why: whose limit, the victim's memory, who else was killed, who is next, and stacks
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    /// Add the limit, candidates and stacks
+    ///
+    /// The memory of the victim and other killed processes are also shown.
     #[arg(short, long)]
     pub(crate) extended: bool,
-
-    #[command(flatten)]
-    pub(crate) unwind: UnwindArgs,
 
     #[command(flatten)]
     pub(crate) export: ExportArgs,
@@ -39,7 +40,7 @@ pub(crate) struct Args {
     pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
-    pub(crate) target: TargetArgs,
+    pub(crate) unwind: UnwindArgs,
 
     #[command(flatten)]
     pub(crate) common: CommonArgs,

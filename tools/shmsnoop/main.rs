@@ -33,7 +33,6 @@ memtools::skeleton!("shmsnoop", ShmsnoopSkelBuilder, stacks: none, plain: [event
 #[command(
     name = "shmsnoop",
     version,
-    max_term_width = 100,
     after_help = "\
 examples:
   shmsnoop                     every call of every process
@@ -44,27 +43,29 @@ examples:
   shmsnoop -L                  also how long each call took"
 )]
 struct Args {
-    /// Add the time in seconds since the first call shown
+    #[command(flatten)]
+    target: TargetArgs,
+
+    /// Add the seconds since the first call
     #[arg(short = 'T', long)]
     timestamp: bool,
 
-    /// Trace only this thread, whatever --pid says, and show thread numbers
-    #[arg(short, long, value_name = "TID", value_parser = parse::pid)]
+    /// Trace only this thread, and show thread ids
+    ///
+    /// This option takes precedence over --pid.
+    #[arg(help_heading = "Target", short, long, value_name = "TID", value_parser = parse::pid)]
     tid: Option<u32>,
 
-    /// Add the segment's attach count, size and creator
+    /// Add the number of attaches, the size and the creator
     #[arg(short, long)]
     extended: bool,
 
-    /// Add how long each call took, in microseconds
+    /// Add the duration of each call, in microseconds
     #[arg(short = 'L', long)]
     latency: bool,
 
     #[command(flatten)]
     containers: ContainerArgs,
-
-    #[command(flatten)]
-    target: TargetArgs,
 
     #[command(flatten)]
     common: CommonArgs,

@@ -16,7 +16,6 @@ use crate::row::{HELD_UP, PAGES_IN, PAGES_OUT, PAGES_ZSWAP};
 #[command(
     name = "swapin",
     version,
-    max_term_width = 100,
     after_help = "\
 examples:
   swapin                       every second, who reads pages back from swap
@@ -28,19 +27,26 @@ examples:
   swapin --out                 also who writes pages to swap"
 )]
 pub(crate) struct Args {
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
     /// Leave out the time of day
     #[arg(short = 'T', long)]
     pub(crate) notime: bool,
 
-    /// Add how long each process was held up, and a histogram of that at the end
+    /// Add the delay of each process, and a histogram at the end
     #[arg(short = 's', long)]
     pub(crate) latency: bool,
 
-    /// Count apart what zswap had, compressed in memory, so that no device was read
+    /// Add the number of pages that came from zswap
+    ///
+    /// These pages were compressed in memory: no device was read.
     #[arg(long)]
     pub(crate) zswap: bool,
 
-    /// Count pages written to swap too; mostly by kswapd, not by whose they are
+    /// Add pages that were written to swap
+    ///
+    /// Most are written by kswapd, whoever they belong to.
     #[arg(long)]
     pub(crate) out: bool,
 
@@ -51,16 +57,13 @@ pub(crate) struct Args {
     pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
-    pub(crate) target: TargetArgs,
-
-    #[command(flatten)]
     pub(crate) common: CommonArgs,
 
     /// Seconds between reports
     #[arg(default_value = "1", value_parser = parse::seconds)]
     pub(crate) interval: Duration,
 
-    /// Reports before it exits [default: until Ctrl-C]
+    /// Number of reports [default: until Ctrl-C]
     #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 }

@@ -12,12 +12,11 @@ use memtools::run::target::TargetArgs;
 /// Rows between headers on a terminal, from which the first header scrolls away.
 const TERMINAL_HEADER_EVERY: u64 = 20;
 
-/// Show the time and events of page reclaim, a row a second, and histograms at the end.
+/// Show the time and events of page reclaim every second, and histograms.
 #[derive(Debug, Parser)]
 #[command(
     name = "vmscan",
     version,
-    max_term_width = 100,
     mut_arg("metrics", |metrics| metrics.conflicts_with_all(["counts", "trace_compaction"])),
     mut_arg("container", |container| container.requires("of_tasks")),
     group(ArgGroup::new("of_tasks").args(["trace_compaction", "by_cgroup"])),
@@ -35,40 +34,53 @@ examples:
   vmscan --counts -d 10        count all tracepoints of vmscan, compaction and migrate"
 )]
 pub(crate) struct Args {
-    /// Add KSWAPDms, the time that kswapd itself took
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    /// Add KSWAPDms, the time of kswapd
     #[arg(short, long, conflicts_with = "counts")]
     pub(crate) kswapd: bool,
 
-    /// Add COMPACTms, the time of memory compaction, and its histogram
+    /// Add COMPACTms, the time of memory compaction
+    ///
+    /// A histogram is printed at the end.
     #[arg(long, conflicts_with = "counts")]
     pub(crate) compaction: bool,
 
-    /// Print a line for each compaction of a zone of memory instead, when it ends
+    /// Print a line for each compaction of a zone instead
     #[arg(long, conflicts_with_all = ["kswapd", "compaction", "by_shrinker", "by_cgroup", "counts", "header_every", "interval"])]
     pub(crate) trace_compaction: bool,
 
-    /// Add the kernel stack of each compaction, with --trace-compaction
+    /// With --trace-compaction: add the kernel stack
     #[arg(short = 'K', long, requires = "trace_compaction")]
     pub(crate) kernel_stacks: bool,
 
-    /// Add the zone's state before each compaction, with --trace-compaction: fragmentation, watermarks, free pages
+    /// With --trace-compaction: add the state of the zone
+    ///
+    /// The columns are fragmentation, watermarks and free pages before the compaction.
     #[arg(short, long, requires = "trace_compaction")]
     pub(crate) extended: bool,
 
-    /// At the end list shrinkers with their time and what they freed
+    /// List shrinkers at the end
+    ///
+    /// The columns have their time and what they freed.
     #[arg(long, conflicts_with = "counts")]
     pub(crate) by_shrinker: bool,
 
-    /// At the end list the cgroups (version 2) of the tasks that had to reclaim, with those whose limit it was for
+    /// List cgroups that reclaimed at the end
+    ///
+    /// The cgroups (version 2) are those of the tasks, with those whose limit was reached.
     #[arg(long, conflicts_with = "counts")]
     pub(crate) by_cgroup: bool,
 
-    /// Count every tracepoint of vmscan, compaction and migrate instead, at the end or each interval
+    /// Count tracepoints instead of rows
+    ///
+    /// All tracepoints of vmscan, compaction and migrate are counted, to the end or for each interval.
     #[arg(long)]
     pub(crate) counts: bool,
 
-    /// Repeat the header after this many rows, 0: never [default: 20 on a terminal, else 0]
-    #[arg(long, value_name = "ROWS", value_parser = parse::number::<u64>, conflicts_with_all = ["counts", "json"])]
+    /// Repeat the header after ROWS rows [default: 20 on a terminal]
+    #[arg(hide_short_help = true, long, value_name = "ROWS", value_parser = parse::number::<u64>, conflicts_with_all = ["counts", "json"])]
     pub(crate) header_every: Option<u64>,
 
     #[command(flatten)]
@@ -78,16 +90,13 @@ pub(crate) struct Args {
     pub(crate) metrics: MetricsArgs,
 
     #[command(flatten)]
-    pub(crate) target: TargetArgs,
-
-    #[command(flatten)]
     pub(crate) common: CommonArgs,
 
     /// Seconds between rows [default: 1]
     #[arg(value_parser = parse::seconds)]
     pub(crate) interval: Option<Duration>,
 
-    /// Rows before it exits [default: until Ctrl-C]
+    /// Number of rows [default: until Ctrl-C]
     #[arg(value_parser = parse::count::<u64>)]
     pub(crate) count: Option<u64>,
 }

@@ -23,31 +23,35 @@ pub(crate) const TOP_AS_TEXT: usize = 50;
 /// Options of the tools that count by stack.
 #[derive(Debug, Clone, clap::Args)]
 pub struct StackCountArgs {
-    /// Print one line a stack for flame graphs; the default if stdout is not a terminal
+    /// Print folded stacks, one per line, for flame graphs
+    ///
+    /// This is the default if standard output is not a terminal.
     #[arg(short, long, conflicts_with = "json")]
     pub folded: bool,
 
     /// Print stacks as text even if stdout is not a terminal
-    #[arg(long, conflicts_with_all = ["json", "folded"])]
+    #[arg(hide_short_help = true, long, conflicts_with_all = ["json", "folded"])]
     pub text: bool,
 
-    /// Keep processes of the same name apart
+    /// Count processes of the same name separately
     #[arg(short = 'P', long)]
     pub perpid: bool,
 
-    /// Mark the frames of the kernel, for flame graphs to colour them
-    #[arg(short, long)]
+    /// Mark frames of the kernel, for flame graphs to color them
+    #[arg(hide_short_help = true, short, long)]
     pub annotations: bool,
 
-    /// Print stacks as text, with the place in each function, which keeps stacks apart by it
-    #[arg(short = 's', long, conflicts_with_all = ["json", "folded"])]
+    /// Print stacks as text, with the offset in each function
+    #[arg(hide_short_help = true, short = 's', long, conflicts_with_all = ["json", "folded"])]
     pub offsets: bool,
 
-    /// Print stacks as text, with the address of each frame, which keeps processes apart
-    #[arg(long, conflicts_with_all = ["json", "folded"])]
+    /// Print stacks as text, with the address of each frame
+    #[arg(hide_short_help = true, long, conflicts_with_all = ["json", "folded"])]
     pub addresses: bool,
 
-    /// Show only the N largest [default: 50 as text, else all]
+    /// Show only the N largest
+    ///
+    /// The default is 50 as text, and all in other formats.
     #[arg(long, value_name = "N", value_parser = parse::count::<usize>)]
     pub top: Option<usize>,
 
@@ -55,32 +59,33 @@ pub struct StackCountArgs {
     #[arg(short = 'T', long, conflicts_with = "folded")]
     pub timestamp: bool,
 
-    /// Frames to keep of each stack
-    #[arg(long, value_name = "N", default_value_t = MAX_DEPTH, value_parser = cli::stack_depth)]
+    /// The files that reports are written into.
+    #[command(flatten)]
+    pub export: ExportArgs,
+
+    /// Maximum number of frames of a stack
+    #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "N", default_value_t = MAX_DEPTH, value_parser = cli::stack_depth)]
     pub perf_max_stack_depth: u32,
 
-    /// Distinct stacks to keep at most, with memory for them set aside [default: 262144, with memory
-    /// as they come]
-    #[arg(long, value_name = "N", value_parser = parse::count::<u32>)]
+    /// Maximum number of distinct stacks
+    ///
+    /// Memory for them is allocated at the start. [default: 262144, with memory as they come]
+    #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "N", value_parser = parse::count::<u32>)]
     pub stack_storage_size: Option<u32>,
 
     /// How stacks are walked.
     #[command(flatten)]
     pub unwind: UnwindArgs,
 
-    /// The files that reports are written into.
-    #[command(flatten)]
-    pub export: ExportArgs,
-
-    /// Print a summary every so many seconds, as stackcount spells INTERVAL
-    #[arg(short = 'i', long = "interval", value_name = "SECONDS", value_parser = parse::seconds, conflicts_with = "interval")]
+    /// Print a summary every SECONDS, as INTERVAL does
+    #[arg(hide_short_help = true, short = 'i', long = "interval", value_name = "SECONDS", value_parser = parse::seconds, conflicts_with = "interval")]
     pub interval_option: Option<Duration>,
 
-    /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
+    /// Seconds between summaries [default: one at the end]
     #[arg(value_parser = parse::seconds)]
     interval: Option<Duration>,
 
-    /// Summaries before it exits [default: until Ctrl-C]
+    /// Number of summaries [default: until Ctrl-C]
     #[arg(value_parser = parse::count::<u64>)]
     pub count: Option<u64>,
 }

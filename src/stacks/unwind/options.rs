@@ -33,16 +33,18 @@ pub struct UnwindArgs(UncheckedUnwindArgs);
 /// What [`UnwindArgs`] has, before it is known whether that makes sense together.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct UncheckedUnwindArgs {
-    /// How the callers of a function are found
-    #[arg(id = "unwind", long, value_name = "HOW", value_enum, default_value_t = Mode::Auto)]
+    /// Method of unwinding
+    ///
+    /// `dwarf` uses tables made from .eh_frame, `fp` frame pointers, and `auto` both.
+    #[arg(help_heading = "Stacks", hide_short_help = true, id = "unwind", long, value_name = "HOW", value_enum, default_value_t = Mode::Auto)]
     pub mode: Mode,
 
     /// How frames of interpreters are shown.
     #[command(flatten)]
     pub interpreters: InterpreterArgs,
 
-    /// Memory for unwind tables at most, in MiB
-    #[arg(id = "unwind_memory", long = "unwind-memory", value_name = "MIB", default_value_t = DEFAULT_MEMORY, value_parser = parse::number::<usize>)]
+    /// Maximum memory for unwind tables, in MiB
+    #[arg(help_heading = "Stacks", hide_short_help = true, id = "unwind_memory", long = "unwind-memory", value_name = "MIB", default_value_t = DEFAULT_MEMORY, value_parser = parse::number::<usize>)]
     pub memory: usize,
 }
 

@@ -14,32 +14,36 @@ const MAX_CACHE_NAME: usize = cache_name::CACHE_NAME_BYTES.0 as usize - 1;
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Kernel mode")]
 pub(crate) struct KernelArgs {
-    /// Trace the kernel's own allocations: the default if no process is chosen; else those made for the chosen
-    #[arg(short, long)]
+    /// Trace allocations of the kernel, made for the target
+    #[arg(short, long, help_heading = "Target (default: the kernel)")]
     pub(crate) kernel: bool,
 
-    /// Trace slab objects: kmalloc and kmem_cache_alloc [default: these and pages]
-    #[arg(long)]
+    /// Trace slab objects [default: these and pages]
+    #[arg(hide_short_help = true, long)]
     pub(crate) slab: bool,
 
-    /// Trace pages; without --slab also those that hold slab objects
-    #[arg(long)]
+    /// Trace pages
+    ///
+    /// Without --slab, also pages that hold slab objects.
+    #[arg(hide_short_help = true, long)]
     pub(crate) pages: bool,
 
-    /// Trace per-CPU memory, which is left out by default
-    #[arg(short = 'P', long)]
+    /// Trace per-CPU memory
+    #[arg(hide_short_help = true, short = 'P', long)]
     pub(crate) percpu: bool,
 
     /// Trace only objects of this slab cache, such as dentry
-    #[arg(long, value_name = "CACHE", conflicts_with_all = ["pages", "percpu"])]
+    #[arg(hide_short_help = true, long, value_name = "CACHE", conflicts_with_all = ["pages", "percpu"])]
     pub(crate) cache: Option<String>,
 
-    /// Report slab caches instead of stacks, beside the change of /proc/slabinfo
-    #[arg(long, conflicts_with_all = ["folded", "show_allocs", "extended", "flame", "pprof"])]
+    /// Report slab caches instead of stacks
+    ///
+    /// The change in /proc/slabinfo is beside them.
+    #[arg(hide_short_help = true, long, conflicts_with_all = ["folded", "show_allocs", "extended", "flame", "pprof"])]
     pub(crate) by_cache: bool,
 
-    /// Take an allocation of what is still recorded for a free that was missed: always done
-    #[arg(short = 'F', long)]
+    /// Ignored: the effect of this option is always on
+    #[arg(hide_short_help = true, short = 'F', long)]
     pub(crate) wa_missing_free: bool,
 }
 

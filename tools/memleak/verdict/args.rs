@@ -41,25 +41,41 @@ const CONFLICTS: [&str; 26] = [
 
 /// Options of verdicts on traced processes.
 #[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Is it a leak?")]
+#[command(next_help_heading = "Leak check")]
 pub(crate) struct VerdictArgs {
-    /// Show which blocks nothing refers to, and what holds the rest, with the stacks of what was traced: of the process of
-    /// -p at each INTERVAL, of the command of -c at its exit
+    /// Show which traced blocks are unreachable, by stack
+    ///
+    /// The verdict on the process of -p is at each INTERVAL, on the command of -c at its exit. It also shows what holds
+    /// the other blocks.
     #[arg(long, conflicts_with_all = CONFLICTS, conflicts_with_all = ["diff", "show_allocs", "python_objects"])]
     pub(crate) verdict: bool,
 
-    /// Also show what is held and not used: watch for so many seconds before each verdict which memory the process uses;
-    /// pages that it did not use are first in the list
-    #[arg(long, value_name = "SECONDS", value_parser = parse::seconds, requires = "verdict")]
+    /// Also show reachable blocks that are not accessed
+    ///
+    /// The accesses are watched for SECONDS before each verdict. Pages that were not accessed are first in the list.
+    #[arg(hide_short_help = true, long, value_name = "SECONDS", value_parser = parse::seconds, requires = "verdict")]
     pub(crate) idle: Option<Duration>,
 
-    /// Also show what holds the block at this address (0x...), or the blocks of this type, or of this size, or the blocks
-    /// that this function has allocated
-    #[arg(long, value_name = "ADDRESS|TYPE|BYTES|FUNCTION", requires = "verdict")]
+    /// Also show what references a block
+    ///
+    /// The question is an address (0x...), a type, a size, or a function that has allocated blocks.
+    #[arg(
+        hide_short_help = true,
+        long,
+        value_name = "ADDRESS|TYPE|BYTES|FUNCTION",
+        requires = "verdict"
+    )]
     pub(crate) why: Vec<String>,
 
-    /// Only sum up what the entries of this file have, which is one of valgrind's
-    #[arg(long, value_name = "FILE", requires = "verdict")]
+    /// Only sum up blocks that match this file
+    ///
+    /// The file has the format of suppressions of valgrind.
+    #[arg(
+        hide_short_help = true,
+        long,
+        value_name = "FILE",
+        requires = "verdict"
+    )]
     pub(crate) suppressions: Vec<PathBuf>,
 
     #[command(flatten)]
