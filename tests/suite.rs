@@ -504,6 +504,110 @@ fn pages_link_to_files_that_exist() {
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }
 
+/// Phrases that a reader of kernel documentation would stumble over. Each has a standard term.
+const NOT_STANDARD: [&str; 16] = [
+    "stood still",
+    "stand still",
+    "stands still",
+    "held up",
+    "ever more",
+    "nobody",
+    "room for",
+    "set aside",
+    "tell apart",
+    "told apart",
+    "it wants",
+    "so many",
+    "in the place of",
+    "as they come",
+    "makes no sense",
+    "for want of",
+];
+
+/// Returns the phrases of a text that are not standard terms, with what precedes and follows each.
+fn not_standard(text: &str) -> Vec<String> {
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let words = |side: &str| side.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    let context = |phrase: &str| {
+        let (before, after) = text.split_once(phrase)?;
+        let (before, after) = (words(before), words(after));
+        let before = before[before.len().saturating_sub(5)..].join(" ");
+        Some(format!(
+            "{before}{phrase}{}",
+            after[..after.len().min(5)].join(" ")
+        ))
+    };
+    NOT_STANDARD.into_iter().filter_map(context).collect()
+}
+
+/// Returns the code of a source file: without comments and unit tests, and with continued literals in one line.
+fn code(text: &str) -> String {
+    let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+    let lines = code.lines().map(str::trim);
+    let lines = lines.filter(|line| !line.starts_with("//"));
+    lines.fold(String::new(), |code, line| match line.strip_suffix('\\') {
+        Some(continued) => code + continued,
+        None => code + line + "\n",
+    })
+}
+
+/// What users read: help (the doc comments of options), messages, man pages, examples and docs.
+#[test]
+fn what_users_read_has_standard_terms() {
+    let mut pages: Vec<_> = ["tools", "docs"]
+        .iter()
+        .flat_map(|folder| {
+            let files = fs::read_dir(Path::new(ROOT).join(folder)).expect("a folder");
+            files
+                .map(|file| file.expect("a file").path())
+                .filter(|path| path.is_file())
+        })
+        .collect();
+    pages.extend(["README.md", "SECURITY.md"].map(|page| Path::new(ROOT).join(page)));
+    let is_rust = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "rs");
+    pages.retain(|path| !is_rust(path));
+    let mut texts: Vec<(String, String)> = Vec::new();
+    for page in pages {
+        let text = fs::read(&page).expect("a page");
+        texts.push((
+            page.display().to_string(),
+            String::from_utf8_lossy(&text).into_owned(),
+        ));
+    }
+    for file in rust_files() {
+        let path = file.display().to_string();
+        if path.contains("/tests/") || path.ends_with("tests.rs") || path.ends_with("build.rs") {
+            continue;
+        }
+        let text = fs::read_to_string(&file).expect("a source file");
+        texts.push((path, code(&text)));
+    }
+    for tool in tools() {
+        texts.push((tool.clone(), help_and_page(&tool).0));
+    }
+    let wrong: Vec<String> = texts
+        .iter()
+        .flat_map(|(path, text)| {
+            not_standard(text)
+                .into_iter()
+                .map(move |found| format!("{path}: {found}"))
+        })
+        .collect();
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn phrases_are_found_across_lines() {
+    assert_eq!(
+        not_standard("the process\n  stood\nstill for 3 ms"),
+        ["the process stood still for 3 ms"]
+    );
+    assert_eq!(
+        code("a(\"x \\\n   y\");\n// nobody\n#[cfg(test)]\nnobody"),
+        "a(\"x y\");\n"
+    );
+}
+
 /// A reader takes in a README of this length; everything else is in docs/.
 #[test]
 fn the_readme_is_short() {

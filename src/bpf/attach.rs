@@ -43,7 +43,7 @@ const NOT_OPENED: &str = "failed to open the BPF object";
 const LOG_LINES: usize = 12;
 
 /// Keeps libbpf's messages for the report of a failure instead of printing them. With `verbose` all messages, down to
-/// debug, go to stderr as they come.
+/// debug, go to stderr at once.
 pub fn capture_log(verbose: bool) {
     VERBOSE.store(verbose, Ordering::Relaxed);
     fn keep(_level: PrintLevel, message: String) {

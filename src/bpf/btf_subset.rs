@@ -86,7 +86,7 @@ fn looked_for(kind: BtfKind) -> bool {
     matches!(kind, Struct | Union | Enum | Enum64 | Typedef)
 }
 
-/// Strips the flavor from the name of a type (CO-RE): `folio` for `folio___old`. Flavors tell apart several shapes of
+/// Strips the flavor from the name of a type (CO-RE): `folio` for `folio___old`. Flavors distinguish several shapes of
 /// one kernel type in a program.
 fn strip_flavor(name: &[u8]) -> &[u8] {
     let flavor = name.windows(3).rposition(|part| part == b"___");

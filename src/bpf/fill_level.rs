@@ -61,7 +61,7 @@ impl FillLevel {
             .load(Ordering::Relaxed))
     }
 
-    /// Whether the table has so many entries that it is to be replaced.
+    /// Whether the table has enough entries to be replaced.
     ///
     /// # Errors
     /// If the map has no entry for this table.

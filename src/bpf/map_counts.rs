@@ -89,7 +89,7 @@ impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
         if empty.map().max_entries() < entries {
             let sizes = (size_of::<K>(), size_of::<V>());
             let map = map_create::create(MapType::Hash, "counts", sizes, entries, 0)
-                .context("no room for more counts")?;
+                .context("not enough memory for more counts")?;
             *empty = Counted::Made(map);
         }
         Ok(())

@@ -32,7 +32,7 @@ pub(crate) fn apply_prealloc_policy(open: &mut OpenObject) -> Result<()> {
         let flags = map.map_flags();
         if flags & BPF_F_NO_PREALLOC != 0 {
             map.set_map_flags(flags & !BPF_F_NO_PREALLOC)
-                .context("failed to have memory for a map set aside")?;
+                .context("failed to allocate the memory of a map in advance")?;
         }
         if map.map_type() == MapType::ArrayOfMaps {
             replace_inner(&mut map)?;
@@ -70,7 +70,7 @@ fn replace_inner(map: &mut OpenMapMut<'_>) -> Result<()> {
 /// Creates a map for up to `entries` entries, with keys and values of these sizes in bytes. `flags` are BPF_F_*.
 ///
 /// # Errors
-/// If the kernel does not make the map, for want of memory or privilege.
+/// If the kernel does not make the map, because memory or a privilege is missing.
 pub fn create(
     kind: MapType,
     name: &str,
@@ -107,7 +107,7 @@ pub(crate) fn reuse(map: &mut OpenMapMut<'_>, made: &impl AsFd) -> Result<()> {
 /// Creates an array of `entries` maps, whose inner maps are of the kind and sizes of `like`.
 ///
 /// # Errors
-/// If the kernel does not make the map, for want of memory or privilege.
+/// If the kernel does not make the map, because memory or a privilege is missing.
 pub(crate) fn create_array_of(like: &MapHandle, name: &str, entries: u32) -> Result<MapHandle> {
     let options = bpf_map_create_opts {
         inner_map_fd: like.as_fd().as_raw_fd().cast_unsigned(),
@@ -120,7 +120,7 @@ pub(crate) fn create_array_of(like: &MapHandle, name: &str, entries: u32) -> Res
 /// Opens a map a second time, for a thread or a value that outlives the first handle.
 ///
 /// # Errors
-/// If the kernel has no room for another file descriptor.
+/// If the kernel has no memory for another file descriptor.
 pub(crate) fn reopen<'a, Map>(map: &'a Map) -> Result<MapHandle>
 where
     MapHandle: TryFrom<&'a Map, Error = libbpf_rs::Error>,

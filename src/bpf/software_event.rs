@@ -67,7 +67,7 @@ fn open(event: Software, cpu: usize) -> Result<Counter> {
         })
 }
 
-/// A thread that attaches a program on CPUs as they come online. Dropping it detaches the program from these CPUs.
+/// A thread that attaches a program on CPUs that come online. Dropping it detaches the program from these CPUs.
 struct HotplugWatcher {
     /// The write end of a pipe, whose closing stops the thread; None once it is closed.
     stop: Option<PipeWriter>,

@@ -80,7 +80,7 @@ pub(crate) struct Elf<'a> {
     endian: Endianness,
     is_64: bool,
     pub(crate) segments: Vec<Segment>,
-    /// Sections, indexed as in the file. A section that makes no sense is empty.
+    /// Sections, indexed as in the file. An invalid section is empty.
     pub(crate) sections: Vec<Section>,
     pub(crate) deadline: Deadline,
 }

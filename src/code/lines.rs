@@ -80,7 +80,7 @@ impl FileLines {
     /// last the place in the enclosing function itself. Returns no lines if the DWARF has none for the address.
     ///
     /// # Errors
-    /// If the DWARF makes no sense.
+    /// If the DWARF is invalid.
     pub fn find(&self, address: u64) -> Result<Vec<SourceLine>> {
         let mut lookup = self.context.find_frames(address);
         let mut frames = loop {

@@ -220,7 +220,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Writes the headers, and seals the file, so that nobody can write to it any more.
+    /// Writes the headers, and seals the file, so that no process can write to it any more.
     fn finish(self) -> Result<SymbolCopy> {
         let e = NativeEndian;
         let segments = self.segments.iter();

@@ -57,7 +57,7 @@ impl AtomicFile {
         self.place.shown()
     }
 
-    /// Writes the whole file, and puts it in the place of the old one.
+    /// Writes the whole file, and replaces the old one.
     ///
     /// # Errors
     /// If the file cannot be written. The old file is then unchanged.

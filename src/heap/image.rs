@@ -16,7 +16,7 @@ use crate::heap::kernel::KernelWord;
 use crate::heap::page_index::{PAGE, PageIndex};
 use crate::heap::page_runs;
 
-/// Image of a process, taken while its threads stood still.
+/// Image of a process, taken while its threads were stopped.
 #[derive(Debug, Default)]
 pub struct Image {
     /// PID of the process in our PID namespace.
@@ -37,7 +37,7 @@ pub struct Image {
     pub kernel_words: Vec<KernelWord>,
     /// Words of mapped files in pages that are not in the memory, if they were wanted.
     pub file_words: FileWords,
-    /// Pages that nobody has used for a while, if the process was watched for them.
+    /// Pages that were not used for a while, if the process was watched for them.
     pub idle: Option<IdlePages>,
     pub(super) memory: Memory,
 }

@@ -17,7 +17,7 @@
 //! | [`jemalloc`] | the heap of jemalloc |
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
 //! | [`mallocng`] | the heap of musl's malloc |
-//! | [`idle`] | pages that nobody has used for a while |
+//! | [`idle`] | pages that were not used for a while |
 //! | [`page_index`] | a number for each page of an address space |
 //! | `clear_refs` | clearing the kernel's marks of used and of written pages |
 //! | `page_runs` | ranges of whole pages |

@@ -4,7 +4,7 @@ use std::io;
 
 /// Guard that gives this thread real-time priority (SCHED_FIFO) while it lives, unless the thread has one already. The
 /// threads that this thread starts have the priority, too. All of them run before every thread without a real-time
-/// priority. Beside ten busy threads on two CPUs, a process stood still for 441 to 991 ms for 1 GB without the guard,
+/// priority. Beside ten busy threads on two CPUs, a process was stopped for 441 to 991 ms for 1 GB without the guard,
 /// and for 129 to 149 ms with it.
 #[derive(Debug)]
 pub(super) struct Realtime {

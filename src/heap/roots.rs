@@ -139,7 +139,7 @@ fn below_stack(image: &Image, thread: &Thread) -> Option<Range<u64>> {
         .then(|| range.start..(thread.stack_pointer.saturating_sub(RED_ZONE) & !7).max(range.start))
 }
 
-/// Whether memory that nobody may access (a guard) ends at this address.
+/// Whether inaccessible memory (a guard) ends at this address.
 fn has_guard(image: &Image, address: u64) -> bool {
     let before = address.checked_sub(1).and_then(|last| image.area(last));
     before.is_some_and(|guard| !guard.readable && !guard.writable && guard.is_private_anonymous())

@@ -15,7 +15,7 @@ const TRIES: u32 = 3;
 /// Image with the heaps that the walk of its allocators' structures has found.
 #[derive(Debug)]
 pub struct Walked {
-    /// Image of the process, as it stood still.
+    /// Image of the stopped process.
     pub image: Image,
     /// Blocks of all allocators, and whether they are complete.
     pub heap: Heap,
@@ -86,7 +86,7 @@ impl Walked {
             images => format!("any of {images} images"),
         };
         Some(format!(
-            "the heap of process {} makes no sense in {images}: {why}{place}; it is damaged, or not as its \
+            "the heap of process {} is inconsistent in {images}: {why}{place}; it is damaged, or not as its \
              allocator has it",
             self.image.pid
         ))

@@ -15,7 +15,7 @@ pub fn remedy(capability: Capability) -> String {
     if has(capability) {
         String::new()
     } else {
-        format!("; it wants {capability}: run it as root, or with this capability")
+        format!("; it requires {capability}: run it as root, or with this capability")
     }
 }
 

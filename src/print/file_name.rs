@@ -345,7 +345,7 @@ pub struct Draft<'name> {
 }
 
 impl Draft<'_> {
-    /// Puts the draft in the place of the file.
+    /// Replaces the file by the draft.
     ///
     /// # Errors
     /// If the folder does not allow it.

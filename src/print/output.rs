@@ -355,7 +355,7 @@ enum WaitOutcome {
     Abandoned,
 }
 
-/// Reports on stderr that the run's last report waits for its reader, unless nobody reads stderr either.
+/// Reports on stderr that the run's last report waits for its reader, unless stderr has no reader either.
 fn say_that_it_waits() {
     let stderr = io::stderr();
     let mut sources = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
@@ -399,7 +399,7 @@ pub struct ReaderStalled;
 
 impl fmt::Display for ReaderStalled {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("nobody reads it: the rest of the output is lost")
+        f.write_str("the output has no reader: the rest is lost")
     }
 }
 

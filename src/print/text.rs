@@ -11,7 +11,7 @@ use icu_properties::props::{DefaultIgnorableCodePoint, GeneralCategory, GeneralC
 use icu_properties::{CodePointMapData, CodePointSetData};
 use serde::Serializer;
 
-/// Maximum number of bytes that are shown of a symbol's name. C++ has longer names, which nobody can read.
+/// Maximum number of bytes that are shown of a symbol's name. C++ has longer names, which are not readable.
 pub const MAX_NAME: usize = 4096;
 
 /// Escapes control characters in `name` as `\xNN`, and other characters that are not seen, but change how a line is

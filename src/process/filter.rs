@@ -250,7 +250,7 @@ impl Filter {
 fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
     if name.is_empty() || name.len() > MAX_NAME {
         let message = format!(
-            "--name (-n) wants 1 to {MAX_NAME} bytes, as the kernel keeps of a task's name; see: ps \
+            "--name (-n) takes 1 to {MAX_NAME} bytes, as the kernel keeps of a task's name; see: ps \
              -e -o comm"
         );
         return Err(UsageError(message).into());

@@ -140,7 +140,7 @@ impl<'a> Poller<'a> {
         self.processes.push(process.as_fd());
     }
 
-    /// Wakes every `interval` from now on. A tick that nobody waited for in time is not repeated.
+    /// Wakes every `interval` from now on. A tick that was not waited for in time is not repeated.
     ///
     /// # Errors
     /// If there are no timers or descriptors left.

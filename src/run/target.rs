@@ -94,7 +94,7 @@ impl Target {
         let mut filter_args = args.filter.clone();
         let line = args.command.as_deref();
         if args.children && line.is_none() && filter_args.pid.is_empty() {
-            let message = "--children wants the processes whose children are meant: -p or -c";
+            let message = "--children requires -p or -c";
             return Err(UsageError(message.into()).into());
         }
         if line.is_some() && tid.is_some() {

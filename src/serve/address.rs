@@ -196,7 +196,7 @@ fn named(error: io::Error) -> anyhow::Error {
     }
 }
 
-/// Removes a Unix socket's file that a program left behind and at which nobody listens.
+/// Removes a Unix socket's file that a program left behind and that has no listener.
 fn remove_stale_socket(place: &FileName) -> Result<()> {
     let Some(there) = place.existing()? else {
         return Ok(());

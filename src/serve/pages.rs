@@ -182,7 +182,7 @@ fn text(
     })
 }
 
-/// Returns the profile of what is added within so many seconds from now on.
+/// Returns the profile of what is added within this number of seconds from now on.
 fn difference(seconds: &str, shared: &Arc<Shared>) -> Result<Body, Response> {
     let seconds = match seconds.parse() {
         Ok(seconds @ 1..=MAX_SECONDS) => Duration::from_secs(seconds),

@@ -5,7 +5,7 @@ use std::io::{self, BufRead, BufReader};
 
 use crate::host::capabilities::{self, Capability};
 
-/// Name of the kernel itself in frames, in the place of a module's name.
+/// Name of the kernel itself in frames, instead of a module's name.
 const KERNEL: &str = "kernel";
 
 /// The kernel's functions by address.

@@ -215,7 +215,9 @@ impl Symbolizer {
         let python = self.interpreters.as_ref().map(|names| &names.python);
         match python.map_or(0, PythonNames::dropped) {
             0 => {}
-            dropped => missed.push(format!("had no room for {dropped} functions of Python")),
+            dropped => missed.push(format!(
+                "dropped the names of {dropped} Python functions: their table was full"
+            )),
         }
         let missed = missed.join(", ");
         if !missed.is_empty() {

@@ -141,7 +141,7 @@ impl WalkEnd {
             Self::NoRule => format!("no unwind info: {}", module.unwrap_or("generated code")),
             Self::NoCode => "called from no known code".into(),
             Self::Unreadable => "stack not readable".into(),
-            Self::Backwards => "stack makes no sense".into(),
+            Self::Backwards => "stack is inconsistent".into(),
             Self::InJavaHeap => "a virtual thread's callers are in Java's heap".into(),
         })
     }
@@ -349,7 +349,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         let entries = filled.next_capacity(self.max_entries);
         let sizes = (size_of::<u64>(), size_of::<types::stack>());
         let map = map_create::create(MapType::Hash, "stacks", sizes, entries, 0)
-            .context("no room for more stacks; lower --stack-storage-size")?;
+            .context("not enough memory for more stacks; lower --stack-storage-size")?;
         self.fill_level
             .reset(0, fill_level::growth_threshold(0, entries))?;
         let fd = map.as_fd().as_raw_fd();

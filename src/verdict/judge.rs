@@ -23,7 +23,7 @@ const MAX_CHAIN_BLOCKS: usize = 1000;
 const MAX_SAMPLE: usize = 256;
 /// Number of objects of the program's own types that are shown of the rest of a chain.
 const OWN_SHOWN: usize = 2;
-/// Number of nearest holders by whose kinds groups of blocks are told apart.
+/// Number of nearest holders by whose kinds groups of blocks are distinguished.
 const NEAREST: usize = 8;
 
 /// Number of blocks and their bytes: the requested ones where the allocation was traced, else those that the program
@@ -230,7 +230,7 @@ pub(super) fn protected_bytes(image: &Image, mappings: &[MappedMemory]) -> u64 {
 }
 
 /// Judges a heap. `before` are the blocks that were lost in an earlier image. `seen` are the traced blocks, and `known`
-/// is what was looked up in the names of their stacks. `idle` are the pages that nobody has used for a while.
+/// is what was looked up in the names of their stacks. `idle` are the pages that were not used for a while.
 pub(super) fn judge(
     heap: &Heap,
     reach: &Reach,

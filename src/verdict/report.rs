@@ -59,7 +59,7 @@ impl Row for Verdict {
             .collect();
         let when = match &self.trace {
             Some(Trace { at_exit: true, .. }) => " at its exit".to_owned(),
-            _ => format!(", which stood still for {}", pauses.join(" and ")),
+            _ => format!(", which was stopped for {}", pauses.join(" and ")),
         };
         writeln!(
             out,

@@ -70,8 +70,8 @@ fn unharmed(mut workload: Workload, fact: &str) -> Result<String> {
 
 fn damaged_heaps_are_refused_with_the_place() -> Result<()> {
     for (kind, says) in [
-        ("size", "a chunk's header makes no sense at 0x"),
-        ("tcache", "the tcache of a thread makes no sense at 0x"),
+        ("size", "a chunk's header is inconsistent at 0x"),
+        ("tcache", "the tcache of a thread is inconsistent at 0x"),
         (
             "fastbin",
             "a fastbin leads to what is no chunk of its size at 0x",
@@ -80,7 +80,7 @@ fn damaged_heaps_are_refused_with_the_place() -> Result<()> {
             "ring",
             "the arenas of glibc's malloc do not lead back to the main one at 0x",
         ),
-        ("heaps", " makes no sense at 0x"),
+        ("heaps", " is inconsistent at 0x"),
     ] {
         let workload = Workload::start("hostile-heap", &[kind])?;
         for question in QUESTIONS {

@@ -285,7 +285,7 @@ fn what_was_copied_before_is_not_copied_again() -> Result<()> {
     for field in ["coverage", "blocks", "block_bytes", "heap", "copied_bytes"] {
         ensure!(rows[0][field] == whole[0][field], "{rows:?}, {whole:?}");
     }
-    // Example: heapscan: of 53.0 MB of process 4242, 1.2 MB were copied while it stood still
+    // Example: heapscan: of 53.0 MB of process 4242, 1.2 MB were copied while it was stopped
     let (all, due) = ended
         .stderr
         .lines()
@@ -293,7 +293,7 @@ fn what_was_copied_before_is_not_copied_again() -> Result<()> {
             let (all, rest) = line
                 .strip_prefix("heapscan: of ")?
                 .split_once(&format!(" of process {pid}, "))?;
-            let due = rest.strip_suffix(" were copied while it stood still")?;
+            let due = rest.strip_suffix(" were copied while it was stopped")?;
             Some((bytes(all)?, bytes(due)?))
         })
         .with_context(|| format!("not told: {ended:?}"))?;
@@ -330,7 +330,7 @@ fn a_kernel_without_marks_copies_nothing_before() -> Result<()> {
     let mut workload = Workload::start("heap", &["0", "211", "plain"])?;
     let pid = workload.pid();
     let remedy = format!(
-        "(CONFIG_MEM_SOFT_DIRTY), so that nothing can be copied before process {pid} stands still: leave out --pre-copy"
+        "(CONFIG_MEM_SOFT_DIRTY), so that nothing can be copied before process {pid} is stopped: leave out --pre-copy"
     );
     harness::expect_refusal(
         "heapscan",

@@ -465,7 +465,7 @@ fn names_of_java_are_asked_for_with_two_capabilities_more() -> Result<()> {
             .lines()
             .find(|line| line.contains("is not asked"));
         let is_told = match (said, lacks) {
-            (Some(said), Some(lacks)) => said.contains(&format!("it wants {lacks}")),
+            (Some(said), Some(lacks)) => said.contains(&format!("it requires {lacks}")),
             (None, None) => traces.has_map(),
             _ => false,
         };

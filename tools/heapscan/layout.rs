@@ -298,7 +298,7 @@ impl HeapRow {
         self.copied_bytes > 0
     }
 
-    /// Returns how long the process stood still, in microseconds.
+    /// Returns how long the process was stopped, in microseconds.
     pub(crate) fn paused_us(&self) -> u64 {
         self.paused_us
     }
@@ -444,7 +444,7 @@ impl HeapRow {
         let pause = self.paused_us as f64 / 1000.0;
         writeln!(
             out,
-            "heap of {comm} (pid {pid}){inside}, which stood still for {pause:.1} ms; {} copied",
+            "heap of {comm} (pid {pid}){inside}, which was stopped for {pause:.1} ms; {} copied",
             bytes(self.copied_bytes)
         )?;
         for one in &self.allocators {

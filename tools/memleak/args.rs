@@ -283,8 +283,8 @@ pub(crate) struct Args {
 
     /// Maximum number of distinct stacks
     ///
-    /// Memory for them is allocated at the start. [default: as many as a quarter of --mem-limit allows, with memory as
-    /// they come]
+    /// Memory for them is allocated at the start. [default: as many as a quarter of
+    /// --mem-limit allows, on demand]
     #[arg(hide_short_help = true, help_heading = STACKS, long, value_name = "N", value_parser = parse::count::<u32>)]
     pub(crate) stack_storage_size: Option<u32>,
 
@@ -342,7 +342,7 @@ impl Args {
         self.mem_limit - self.mem_limit / STACKS_PART - self.served_bytes() as u64
     }
 
-    /// Refuses --max-allocs if so many blocks take more than --mem-limit of the kernel's memory.
+    /// Refuses --max-allocs if these blocks take more than --mem-limit of the kernel's memory.
     pub(crate) fn expect_room(&self, blocks: u32, bytes: u64) -> Result<(), UsageError> {
         if bytes > self.mem_limit {
             return Err(UsageError(format!(

@@ -31,7 +31,7 @@ pub(crate) struct DifferenceArgs {
 
     /// Exit with status 3 on this condition
     ///
-    /// growth>BYTES, such as growth>1M: the last report has so many bytes more than the profile of --diff. unreachable:
+    /// growth>BYTES, such as growth>1M: the last report exceeds the profile of --diff by more than BYTES. unreachable:
     /// the last --verdict finds a leak.
     #[arg(long, help_heading = "Leak check", value_name = "CONDITION", value_parser = fail_on)]
     pub(crate) fail_on: Option<FailOn>,

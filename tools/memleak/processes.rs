@@ -373,7 +373,7 @@ impl Source for Processes<'_> {
     fn print_remedies(&self, losses: &Losses) {
         if losses.entries > 0 {
             eprintln!(
-                "memleak: blocks have room for more with a larger --mem-limit or --max-allocs"
+                "memleak: more blocks can be recorded with a larger --mem-limit or --max-allocs"
             );
         }
         if losses.stacks > 0 {
@@ -383,8 +383,7 @@ impl Source for Processes<'_> {
             && !self.sets_exited_apart()
         {
             eprintln!(
-                "memleak: {} bytes in {} allocations of exited processes are not shown: of so many \
-                 processes and stacks only those with most are kept",
+                "memleak: {} bytes in {} allocations of exited processes are not shown: only the processes and stacks with most are kept",
                 rest.bytes, rest.allocations
             );
         }
@@ -483,7 +482,7 @@ impl<'a> Processes<'a> {
         if let Some(more) = self.blocks.grow(blocks)?
             && self.args.verbose
         {
-            eprintln!("memleak: made room for {more} blocks more");
+            eprintln!("memleak: the table of blocks has grown by {more}");
         }
         Ok(())
     }

@@ -27,7 +27,7 @@ use crate::difference::{self, FailOn};
 use crate::source::{Flow, ReportData, Source};
 use crate::sums::StackKey;
 
-/// Returns the exit status of a run whose last verdict has found so many leaks, from the command's, if there is a
+/// Returns the exit status of a run whose last verdict has found this number of leaks, from the command's, if there is a
 /// command.
 pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
     let fails = leaks > 0 && args.difference.fail_on == Some(FailOn::Unreachable);

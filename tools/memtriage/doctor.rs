@@ -219,7 +219,7 @@ mod tests {
     fn messages_tell_how_and_what_is_not_possible() {
         let messages = "libbpf: map 'x': created\n\
             not possible here:\n  fentry: this kernel refuses fentry\n    libbpf: a line\n\
-            oomkill: failed to set oom_score_adj; it wants CAP_SYS_RESOURCE\n\
+            oomkill: failed to set oom_score_adj; it requires CAP_SYS_RESOURCE\n\
             oomkill: tracing OOM kills (mark_victim alone), Ctrl-C to end\n\
             oomkill: 7 user stacks, all complete\n";
         let checked = Checked::of("oomkill", "oomkill", true, messages);
@@ -230,7 +230,7 @@ mod tests {
         assert_eq!(checked.not_possible, ["fentry: this kernel refuses fentry"]);
         assert_eq!(
             checked.remarks,
-            ["failed to set oom_score_adj; it wants CAP_SYS_RESOURCE"]
+            ["failed to set oom_score_adj; it requires CAP_SYS_RESOURCE"]
         );
     }
 

@@ -32,7 +32,7 @@ pub(crate) static PAGES_OUT: Family = Family {
 
 pub(crate) static HELD_UP: Family = Family {
     name: "memtools_swap_in_duration_seconds",
-    help: "How long tasks were held up by pages to be read back from swap.",
+    help: "Time for which tasks waited for pages from swap.",
     labels: &[],
     kind: Kind::Durations,
 };
@@ -131,7 +131,7 @@ impl output::Row for Row<'_> {
             count("pages swapped in", Unit::Count, Some(self.pages_in)),
             count("pages from zswap", Unit::Count, self.pages_zswap),
             count("pages swapped out", Unit::Count, self.pages_out),
-            count("held up by swap", Unit::Nanoseconds, self.held_up_ns),
+            count("delayed by swap", Unit::Nanoseconds, self.held_up_ns),
         ];
         TimelineEntry::Counts(counts.into_iter().flatten().collect())
     }
@@ -181,7 +181,7 @@ mod tests {
                 pages_in,
                 ("pages from zswap".to_owned(), Unit::Count, 7),
                 ("pages swapped out".to_owned(), Unit::Count, 0),
-                ("held up by swap".to_owned(), Unit::Nanoseconds, 123),
+                ("delayed by swap".to_owned(), Unit::Nanoseconds, 123),
             ]
         );
     }

@@ -87,8 +87,8 @@ impl AtExit {
         }
     }
 
-    /// Returns the image once there is one, and None before. The descriptor becomes readable then. The command stands
-    /// still from then on.
+    /// Returns the image once there is one, and None before. The descriptor becomes readable then. The command is
+    /// stopped from then on.
     ///
     /// # Errors
     /// If no image can be taken.

@@ -29,7 +29,7 @@ const RANGES: usize = 64;
 /// # Errors
 /// If there is not enough memory.
 pub(super) fn buffer(bytes: usize) -> Result<MmapMut> {
-    let no_room = || format!("no room for a copy of {bytes} bytes");
+    let no_room = || format!("not enough memory for a copy of {bytes} bytes");
     let mut buffer = MmapMut::map_anon(bytes.max(1)).with_context(no_room)?;
     // A kernel without huge pages refuses this advice.
     let _ = buffer.advise(Advice::HugePage);

@@ -94,7 +94,7 @@ pub struct Request<'a> {
     pub process: &'a Process,
     /// Bound on the time for which the process's threads are stopped at once.
     pub max_pause: Duration,
-    /// Whether most of the process's memory is copied before the process stands still, and during the stop only what
+    /// Whether most of the process's memory is copied before the process is stopped, and during the stop only what
     /// has been written since then. This takes CAP_SYS_ADMIN.
     pub pre_copy: bool,
     /// Watch of the process by which the image tells which pages are idle, if that is wanted.
@@ -138,7 +138,9 @@ impl Request<'_> {
             }
             kept = Some(buffers);
         }
-        bail!("process {pid} grew faster than room for its copy was made, {GROWN} times; try again")
+        bail!(
+            "process {pid} grew faster than memory for its copy was allocated, {GROWN} times; try again"
+        )
     }
 
     /// Fails if the copy has to be made before the stop, and cannot be.
@@ -155,7 +157,7 @@ impl Request<'_> {
         if self.pre_copy && !soft_dirty::is_supported()? {
             bail!(
                 "this kernel does not mark the pages that a process writes (CONFIG_MEM_SOFT_DIRTY), so that nothing can be \
-                 copied before process {pid} stands still: leave out --pre-copy"
+                 copied before process {pid} is stopped: leave out --pre-copy"
             );
         }
         Ok(())
@@ -349,7 +351,7 @@ impl Request<'_> {
         }
         if self.pre_copy {
             crate::message!(
-                "of {} of process {pid}, {} were copied while it stood still",
+                "of {} of process {pid}, {} were copied while it was stopped",
                 text::bytes(page_runs::bytes(&copied.wanted)),
                 text::bytes(page_runs::bytes(&copied.due))
             );
@@ -462,8 +464,7 @@ fn expect_known(process: &Process) -> Result<()> {
     let swapped = status.get_or_zero("VmSwap");
     if swapped > 0 {
         bail!(
-            "process {pid} has {} kB in swap, which would be read back while it stands still; \
-             once there is room for it: swapoff -a && swapon -a",
+            "process {pid} has {} kB in swap, which would be read back while it is stopped; if there is enough memory for it: swapoff -a && swapon -a",
             swapped / 1024
         );
     }

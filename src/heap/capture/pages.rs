@@ -381,7 +381,7 @@ fn is_written(entry: u64) -> bool {
 }
 
 /// Whether all writes to an area are marked in the process's own page table. This is so for memory that has no file
-/// and that nobody shares. Writes to pages of hugetlbfs, which have a file, are not marked there.
+/// and is not shared. Writes to pages of hugetlbfs, which have a file, are not marked there.
 fn is_own_memory(area: &Area) -> bool {
     let name = area.name();
     !area.shared && (name.is_empty() || name.starts_with(b"["))

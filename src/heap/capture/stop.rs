@@ -19,7 +19,7 @@ use crate::host::capabilities::{self, Capability};
 use crate::print::text;
 use crate::process::proc::{self, Stat};
 
-/// Time in which some thread has to stop, while other threads stand still already. A thread that sleeps in the kernel
+/// Time in which some thread has to stop, while other threads are stopped already. A thread that sleeps in the kernel
 /// where no signal reaches it (state D: a disk, NFS, a vfork) can take for ever.
 const PATIENCE: Duration = Duration::from_millis(100);
 

@@ -58,7 +58,7 @@ impl Tries {
         }
     }
 
-    /// Returns a message if the stop took more than one try, because the other threads stood still in each try.
+    /// Returns a message if the stop took more than one try, because the other threads were stopped in each try.
     pub(super) fn message(&self) -> Option<String> {
         let last = self.last?;
         Some(format!(

@@ -8,7 +8,7 @@ const WORD: usize = size_of::<__m128i>();
 /// Size of a cache line, which goes to memory at once, in bytes.
 const LINE: usize = 64;
 
-/// Copies bytes as `to.copy_from_slice(from)` does, but around the caches, for bytes that nobody reads soon. The
+/// Copies bytes as `to.copy_from_slice(from)` does, but around the caches, for bytes that are not read soon. The
 /// destination is not read from memory before, which saves a third of the memory traffic.
 ///
 /// # Panics

@@ -169,7 +169,7 @@ fn check_threads(image: &Image, walk: &mut Walk) {
                 walk.chunks[at].state = State::Internal;
                 walk.tcaches.push(tcache);
                 if walk.holds_any(image, &walk.chunks[at]) {
-                    let why = format!("the tcache of thread {} makes no sense", thread.tid);
+                    let why = format!("the tcache of thread {} is inconsistent", thread.tid);
                     walk.broken.push((why, Some(tcache)));
                 }
             }
@@ -217,7 +217,7 @@ fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
         .collect();
     if empty.is_empty() && !possible.is_empty() {
         let address = walk.chunks[possible[0]].user();
-        let why = "the tcache of a thread makes no sense";
+        let why = "the tcache of a thread is inconsistent";
         walk.broken.push((why.into(), Some(address)));
     }
     for at in empty {

@@ -25,7 +25,7 @@ const MAX_HEAPS: usize = 100_000;
 const MAX_GAPS: usize = 1000;
 
 /// Message about a chunk with an invalid header.
-const NO_HEADER: &str = "a chunk's header makes no sense";
+const NO_HEADER: &str = "a chunk's header is inconsistent";
 
 /// End of the walk of a row of adjacent chunks.
 #[derive(Debug, PartialEq, Eq)]

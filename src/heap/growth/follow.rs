@@ -11,7 +11,7 @@ use crate::heap::names::{Kind, Names, Type};
 
 /// Largest size of unnamed blocks that has a group of its own, in bytes.
 const EACH_SIZE: u64 = 1024;
-/// Largest number of groups that are told apart.
+/// Largest number of groups that are distinguished.
 const MAX_GROUPS: usize = 1 << 16;
 
 /// Property that the blocks of a group have in common.

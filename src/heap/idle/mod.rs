@@ -149,8 +149,8 @@ impl Watch {
         bail!("{CANNOT}: of pages that memleak used itself, others were marked, {TRIES} times")
     }
 
-    /// Returns the wanted pages that were used until now; None if that took longer than `until`. The process must stand
-    /// still, and must not be copied yet. The number of pages that [reclaim](Watch::reclaim_scanned) has scanned is
+    /// Returns the wanted pages that were used until now; None if that took longer than `until`. The process must be
+    /// stopped, and must not be copied yet. The number of pages that [reclaim](Watch::reclaim_scanned) has scanned is
     /// left 0, for the caller to set.
     ///
     /// # Errors

@@ -61,7 +61,7 @@ pub(super) fn mark(
         })?;
         for member in members {
             let invalid = || {
-                let why = "the cache of a thread makes no sense";
+                let why = "the cache of a thread is inconsistent";
                 (why.to_owned(), Some(member))
             };
             let caches = caches_of(image, member, regions, fuel).ok_or_else(invalid)?;

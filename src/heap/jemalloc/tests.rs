@@ -266,7 +266,7 @@ fn what_does_not_agree_is_told() {
         (LISTS, (LARGE + 4) << 20, "smaller than its block"),
         (entries, MEMORY + 64 * 62, "is free, or in another"),
         (entries, MEMORY + 64 * 7, "is free, or in another"),
-        (entries, MEMORY + 8, "the cache of a thread makes no sense"),
+        (entries, MEMORY + 8, "the cache of a thread is inconsistent"),
     ] {
         let mut made = heap();
         made.put(address, word);

@@ -68,7 +68,7 @@ impl Characters {
     }
 
     /// Decodes these bytes, and escapes and cuts the text like all text of other processes. For a file name that is
-    /// not UTF-8, Python has a lone surrogate in the place of each undecodable byte (PEP 383); the surrogate is shown
+    /// not UTF-8, Python has a lone surrogate for each undecodable byte (PEP 383); the surrogate is shown
     /// as that byte.
     pub fn text(self, bytes: &[u8]) -> String {
         let numbers: Vec<u32> = match self {

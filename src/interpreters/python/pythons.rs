@@ -16,7 +16,7 @@ use crate::interpreters::search::{Files, Located};
 const FILES: usize = 64;
 
 /// Reason why freed code objects are not noticed if attaching has failed with [`Refused`].
-const REFUSED: &str = "the kernel wants CAP_SYS_ADMIN for uprobes, which is given up here";
+const REFUSED: &str = "the kernel requires CAP_SYS_ADMIN for uprobes, which this tool has dropped";
 
 /// Finder of CPython, which keeps the BPF side up to date.
 pub(crate) struct Pythons {

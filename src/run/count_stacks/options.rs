@@ -69,7 +69,7 @@ pub struct StackCountArgs {
 
     /// Maximum number of distinct stacks
     ///
-    /// Memory for them is allocated at the start. [default: 262144, with memory as they come]
+    /// Memory for them is allocated at the start. [default: 262144, on demand]
     #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "N", value_parser = parse::count::<u32>)]
     pub stack_storage_size: Option<u32>,
 

@@ -62,7 +62,7 @@ pub enum UnwindTarget {
         pid: u32,
         /// The command line, as the user gave it.
         line: String,
-        /// Whether the command's descendants are stopped, too, when they map code that nobody has looked at, as long as
+        /// Whether the command's descendants are stopped, too, when they map code that was not examined yet, as long as
         /// the trace lasts.
         descendants: bool,
     },

@@ -160,8 +160,8 @@ impl fmt::Display for Summary {
             in_java_heap,
         } = self.truncated;
         let without_tables = match self.mode {
-            Mode::Dwarf => "not walked, for want of tables",
-            _ => "by frame pointers alone, for want of tables",
+            Mode::Dwarf => "not walked, without tables",
+            _ => "by frame pointers alone, without tables",
         };
         let missing = format!("with no unwind info{}", self.named());
         let reasons = [
@@ -183,7 +183,7 @@ impl fmt::Display for Summary {
         if self.no_room > 0 {
             write!(
                 f,
-                "; no room for the tables of {} files (raise --unwind-memory)",
+                "; the tables of {} files did not fit (raise --unwind-memory)",
                 self.no_room
             )?;
         }

@@ -66,7 +66,7 @@ impl PendingFile {
 pub(super) struct Queue(VecDeque<PendingFile>);
 
 impl Queue {
-    /// Adds the files that a process has mapped and that nobody has looked at yet. The files are opened at once: the
+    /// Adds the files that a process has mapped and that were not examined yet. The files are opened at once: the
     /// process may end sooner than one of them is read. Returns whether files of the process wait, in the queue or for
     /// room in it. Then the process is to be added again later.
     pub(super) fn add(&mut self, tables: &Tables, pid: u32) -> bool {

@@ -329,7 +329,7 @@ impl Row for GrowthRow {
         });
         writeln!(
             out,
-            "growth of {} (pid {}){} in {:.1} s; it stood still for {} images, {least:.1} to {most:.1} ms each, {:.1} ms in all",
+            "growth of {} (pid {}){} in {:.1} s; it was stopped for {} images, {least:.1} to {most:.1} ms each, {:.1} ms in all",
             self.process.comm,
             self.process.pid,
             self.process.inside(),

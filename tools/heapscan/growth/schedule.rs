@@ -7,7 +7,7 @@ use memtools::verdict;
 /// Maximum and minimum number of images.
 const MAX_IMAGES: u32 = 12;
 const LEAST: u32 = 4;
-/// Maximum part of the period for which the process may stand still.
+/// Maximum part of the period for which the process may be stopped.
 const MAX_PAUSED_SHARE: f64 = 0.01;
 /// Maximum part of the period that it may take to look through images.
 const WORKING: f64 = 0.5;
@@ -33,7 +33,7 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    /// Makes the schedule for a process that stood still for `paused` for its first image, which was looked through in
+    /// Makes the schedule for a process that was stopped for `paused` for its first image, which was looked through in
     /// `took`. All has to be done in the time that is `wanted`.
     pub(super) fn new(wanted: Duration, paused: Duration, took: Duration) -> Self {
         let within = |part: f64, each: Duration| {

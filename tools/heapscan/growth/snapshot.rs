@@ -35,7 +35,7 @@ pub(super) struct HeapSnapshot {
 pub(super) type BlockId = (u64, u64);
 
 impl HeapSnapshot {
-    /// Takes an image. Returns None if its heap makes no sense, such as that of a process whose threads are in the
+    /// Takes an image. Returns None if its heap is inconsistent, such as that of a process whose threads are in the
     /// middle of malloc most of the time.
     ///
     /// # Errors

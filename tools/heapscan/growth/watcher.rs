@@ -115,7 +115,7 @@ impl Watcher {
         let cgroup_info = CgroupInfo::of_process(pid);
         let Some(look) = HeapSnapshot::take(&self.request)? else {
             bail!(
-                "the heap of process {pid} makes no sense in any of 3 images; --layout shows where"
+                "the heap of process {pid} is inconsistent in each of 3 images; --layout shows where"
             );
         };
         let allocator = look.heap.allocators.first();

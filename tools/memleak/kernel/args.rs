@@ -122,7 +122,7 @@ pub(crate) fn wanted(args: &Args) -> Result<bool> {
         && !(1..=MAX_CACHE_NAME).contains(&cache.len())
     {
         return usage(format!(
-            "--cache wants a name of 1 to {MAX_CACHE_NAME} bytes; see the first column of \
+            "--cache takes a name of 1 to {MAX_CACHE_NAME} bytes; see the first column of \
              /proc/slabinfo"
         ));
     }

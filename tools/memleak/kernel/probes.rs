@@ -80,8 +80,7 @@ pub(super) fn start(args: &Args, filter: &Filter, kinds: Kinds) -> Result<Attach
     );
     if kinds.slab && way == "tracepoints" {
         eprintln!(
-            "memleak: this kernel lets nobody see what it frees in bulk, as by kfree_rcu(): that \
-             stays in the reports until its memory is used again"
+            "memleak: this kernel has no hook for bulk frees, as by kfree_rcu(): such memory stays in the reports until it is used again"
         );
     }
     Ok(attached)

@@ -69,7 +69,7 @@ impl<'a> LiveBlocks<'a> {
             next,
             map_create::no_prealloc_flag(),
         )
-        .context("no room for more blocks; lower --mem-limit")?;
+        .context("not enough memory for more blocks; lower --mem-limit")?;
         let number = self.added.len() as u32;
         let fd = map.as_fd().as_raw_fd();
         self.more

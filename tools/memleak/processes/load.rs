@@ -136,7 +136,7 @@ fn choose_programs(
     }
 }
 
-/// Whether the BPF program with this name sees calls, of functions with so many signatures.
+/// Whether the BPF program with this name sees calls, of functions with this number of signatures.
 fn sees_calls(way: AttachMode, signatures: usize, program: &str) -> bool {
     match way {
         AttachMode::Session => program == "session_call",

@@ -240,7 +240,7 @@ impl Attached {
         if !with_slots {
             python_objects::warn_of_unseen_objects(
                 &object.module,
-                "this kernel cannot tell so many places of its allocator apart (5.15 and later can)",
+                "this kernel cannot distinguish that many places of its allocator (5.15 and later can)",
             );
         }
         for &Function {
@@ -296,7 +296,7 @@ fn is_refused(error: &anyhow::Error) -> bool {
 fn why_invalid(since_ns: u64) -> Option<String> {
     let message = kernel_log::last_with("ref_ctr_offset mismatch", since_ns)?;
     Some(format!(
-        ": another tracer has a probe with a reference counter at an instruction of ours, beside which \
+        ": another tracer has a probe with a reference counter at an instruction that this tool probes, beside which \
          the kernel takes none without; /sys/kernel/tracing/uprobe_events or `bpftool link` may have \
          whose it is (kernel log: {message})"
     ))

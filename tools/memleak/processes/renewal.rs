@@ -16,7 +16,7 @@ use super::regions::Regions;
 
 /// Remedy for lost stacks.
 pub(super) const MORE_STACKS: &str =
-    "they have room for more with a larger --mem-limit or --stack-storage-size";
+    "more can be recorded with a larger --mem-limit or --stack-storage-size";
 
 /// Minimum ratio of the time between two renewals to the duration of a renewal.
 const RENEWAL_PART: u32 = 10;

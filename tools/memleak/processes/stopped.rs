@@ -27,7 +27,7 @@ pub(crate) struct StopRequests {
     stream: UnixStream,
     /// Number of the question whose answer is waited for. 0 if there is none.
     waiting: Arc<AtomicU32>,
-    /// Copy of the other end, so that the stream does not end once nobody asks any more.
+    /// Copy of the other end, so that the stream does not end after the last question.
     _other: UnixStream,
 }
 

@@ -70,8 +70,7 @@ impl Targets {
     /// more than tracing takes.
     pub(crate) fn choose(args: &Args) -> Result<Self> {
         if args.children && args.pid.is_empty() && args.command.is_none() {
-            let message =
-                "--children wants the processes whose children are meant: -p or -c".into();
+            let message = "--children requires -p or -c".into();
             return Err(UsageError(message).into());
         }
         if let Some(line) = &args.command {

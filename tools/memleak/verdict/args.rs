@@ -102,7 +102,7 @@ impl VerdictArgs {
     /// Returns the time of the verdict. Returns None if no verdict is wanted.
     ///
     /// # Errors
-    /// If not exactly one process was named, or an option makes no sense with this verdict, or without one.
+    /// If not exactly one process was named, or an option has no effect with this verdict, or without one.
     pub(crate) fn check(&self, args: &Args) -> Result<Option<Moment>, UsageError> {
         let refuse = |message: String| Err(UsageError(message));
         match (args.difference.fail_on, &args.difference.diff) {

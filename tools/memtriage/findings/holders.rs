@@ -81,7 +81,7 @@ pub(super) fn orphaned_shm(evidence: &Evidence<'_>) -> Judgement {
     let orphans = evidence.one_shot.orphans;
     let share = evidence.share(orphans.bytes);
     let text = format!(
-        "{} System V segments that nobody has attached hold {}, {share:.1} % of memory{}",
+        "{} System V segments that no process has attached hold {}, {share:.1} % of memory{}",
         orphans.segments,
         size(orphans.bytes),
         orphans.largest.map_or_else(String::new, |largest| format!(

@@ -218,7 +218,7 @@ impl<'a> Builder<'a> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Steps {
     None,
-    /// The word at the sum is loaded, and so many bytes are added.
+    /// The word at the sum is loaded, and this number of bytes is added.
     Through(i64),
 }
 

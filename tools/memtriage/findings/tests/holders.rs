@@ -164,7 +164,7 @@ fn shared_memory_that_nobody_has() {
     machine.expect(
         "orphaned-shm",
         Level::Look,
-        "3 System V segments that nobody has attached hold 16.0M, 1.6 % of memory; largest: id 11, made by pid 77, 8.0M",
+        "3 System V segments that no process has attached hold 16.0M, 1.6 % of memory; largest: id 11, made by pid 77, 8.0M",
         "shmsnoop -e -d 60",
     );
 
