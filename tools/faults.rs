@@ -46,7 +46,9 @@ examples:
   faults -p 1234 5             those of process 1234, every 5 seconds
   faults -M                    only those that waited for a disk or for swap
   faults --by-process -d 10    who faults how often
-  faults --by-process --container      with the container or systemd unit of each process
+  faults --by-process --container
+                               with the container or systemd unit of each
+                               process
   faults --kernel-mode -UK     what makes the kernel fault on user memory
   faults -c './prog -x'        from the program's start"
 )]

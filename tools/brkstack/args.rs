@@ -17,15 +17,20 @@ use crate::calls::StackParts;
     mut_arg("container", |container| container.requires("events")),
     after_help = "\
 examples:
-  brkstack                     count all calls until Ctrl-C, and print their stacks
+  brkstack
+                               count all calls until Ctrl-C, and print their
+                               stacks
   brkstack -d 10 --flame brk.svg
                                draw them as a flame graph
   brkstack --bytes -p 1234     the bytes by which the heap of process 1234 grows
   brkstack 1                   what happened, every second
   brkstack --events -n python  a line for each call of tasks named python
   brkstack --events -U -p 1234 with its user stack below each line
-  brkstack --events --container        with the container or systemd unit of each task
-  brkstack --growth -c './prog -x'   only calls that grow the heap, from the program's start"
+  brkstack --events --container
+                               with the container or systemd unit of each task
+  brkstack --growth -c './prog -x'
+                               only calls that grow the heap, from the program's
+                               start"
 )]
 pub(crate) struct Args {
     #[command(flatten)]

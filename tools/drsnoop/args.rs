@@ -22,7 +22,9 @@ examples:
   drsnoop                      a line for each direct reclaim
   drsnoop -Tp 1234             those of process 1234, with the time
   drsnoop -U -v                with user ids and free memory
-  drsnoop --memcg -e           also for a memory cgroup's limit, with order, flags and cgroups
+  drsnoop --memcg -e
+                               also for a memory cgroup's limit, with order,
+                               flags and cgroups
   drsnoop --container          with the container or systemd unit of each
   drsnoop --stack -n java      what the stalled tasks were doing
   drsnoop --flame stalls.svg   the time lost, drawn by stack

@@ -19,11 +19,15 @@ use crate::report::{FAULTS, MAJOR};
     mut_arg("container", |container| container.requires("by_process")),
     after_help = "\
 examples:
-  ffaults                      count all page faults until Ctrl-C, and print them by file
+  ffaults
+                               count all page faults until Ctrl-C, and print
+                               them by file
   ffaults 1                    what happened, every second
   ffaults --path -p 1234       those of process 1234, with the path of each file
   ffaults --by-process -n java who faults on which file
-  ffaults --by-process --container     with the container or systemd unit of each process
+  ffaults --by-process --container
+                               with the container or systemd unit of each
+                               process
   ffaults --type -d 10         minor, major, write and execute faults apart
   ffaults -c './prog -x'       from the program's start"
 )]

@@ -16,11 +16,15 @@ use memtools::run::target::TargetArgs;
     version,
     after_help = "\
 examples:
-  hfaults                      faults on reserved huge pages (hugetlbfs), until Ctrl-C
+  hfaults
+                               faults on reserved huge pages (hugetlbfs), until
+                               Ctrl-C
   hfaults 1 10                 every second, ten times
   hfaults -e                   by the size of the page, and why it faulted
   hfaults --thp -d 10          transparent huge pages: given, and refused
-  hfaults --container          with the container or systemd unit of each process
+  hfaults --container
+                               with the container or systemd unit of each
+                               process
   hfaults --madvise            who asks for transparent huge pages by madvise(2)"
 )]
 pub(crate) struct Args {

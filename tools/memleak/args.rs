@@ -65,25 +65,29 @@ examples:
   memleak -p 1234              what process 1234 has not freed, every 5 seconds
   memleak -p 1234 10 3         three reports, 10 seconds apart
   memleak -ap 1234             list every outstanding block too
-  memleak -c './prog -x' 1     start a command, and trace it from its first instruction
+  memleak -c './prog -x' 1
+                               start a command, and trace it from its first
+                               instruction
   memleak -p 1234 -s 20        record about every 20th allocation: less overhead
   memleak -p 1234 --max-overhead 5%
-                               record as many as that allows, and estimate the rest
+                               record what that allows, estimate the rest
   memleak -p 1234 --alloc 'server:pool_get(size=arg1)' --free server:pool_put
                                blocks of the program's own pool too
   memleak -p 1234 -o 60000     only what is older than a minute
   memleak -p 1234 60 1 --flame leak.svg --pprof leak.pb.gz
                                draw it, and keep it for `go tool pprof`
   memleak -p 1234 --serve 6060
-                               show it at http://127.0.0.1:6060/, to `go tool pprof` as well
+                               show it at http://127.0.0.1:6060/
   memleak -p 1234 --verdict 60 1
-                               which blocks nothing refers to after a minute, and their stacks
+                               which blocks are unreachable, with stacks
   memleak -c ./test --verdict --fail-on unreachable
                                status 3 if the command, at its exit, has leaked
   memleak --container --cgroup db
-                               with the container or systemd unit of each process
-  memleak                      what the kernel itself has not freed, by kernel stack
-  memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
+                               with the container or unit of each process
+  memleak
+                               what the kernel itself has not freed, by kernel
+                               stack
+  memleak --by-cache -kp 1234  objects made for process 1234, by cache"
 )]
 pub(crate) struct Args {
     /// Seconds between reports [default: 5]

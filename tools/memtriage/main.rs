@@ -60,22 +60,32 @@ const FINDINGS: u8 = 3;
     version,
     mut_arg("container", |container| container.conflicts_with_all(["doctor", "cgroup"])),
     after_help = "\
-exit status: 0 if nothing was found, 3 if something is to be looked at (with --doctor: a tool cannot
-run; with --record: a report was written), 1 if it could not run
+exit status: 0 if nothing was found, 3 if there was a finding (with --doctor: a
+tool cannot run; with --record: a report was written), 1 if it could not run
 
 examples:
   memtriage                    one screen: findings, parts of memory, processes
   memtriage --all              also what is well, and each small part
   memtriage 5                  every 5 seconds, until Ctrl-C
   memtriage --watch            every second, with what grows
-  memtriage --by slab -T 20    the largest slab caches; also cgroup, code, swap, growth
-  memtriage --container        with the container or systemd unit of each process
-  memtriage -p 1234            where the memory of a process is: heap, stacks, files
-  memtriage --cgroup db        of a cgroup: a systemd unit, a container's id, or a path
-  memtriage --who 10           then trace for 10 seconds, and name the stacks of what was found
+  memtriage --by slab -T 20
+                               the largest slab caches; also cgroup, code, swap,
+                               growth
+  memtriage --container
+                               with the container or systemd unit of each
+                               process
+  memtriage -p 1234
+                               where the memory of a process is: heap, stacks,
+                               files
+  memtriage --cgroup db        of a cgroup: a unit, a container's id, or a path
+  memtriage --who 10
+                               then trace for 10 seconds, and name the stacks of
+                               what was found
   memtriage --record DIR --before-oom
-                               wait for an OOM kill, and write down who grew, by which code
-  memtriage --doctor           which tools can run here, how, and what is missing
+                               wait for an OOM kill, and report who grew
+  memtriage --doctor
+                               which tools can run here, how, and what is
+                               missing
   memtriage -j | jq -c 'select(.type == \"finding\" and .level == \"act\")'"
 )]
 struct Args {

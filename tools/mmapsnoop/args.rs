@@ -21,7 +21,9 @@ examples:
   mmapsnoop -n java --path     of tasks named java, with full paths
   mmapsnoop --container        with the container or systemd unit of each
   mmapsnoop -x                 only calls that fail, with the error
-  mmapsnoop --munmap -r        unmapping and moving too, with addresses and results
+  mmapsnoop --munmap -r
+                               unmapping and moving too, with addresses and
+                               results
   mmapsnoop -j -d 10 | jq      ten seconds of all that is known
   mmapsnoop -d 10 --flame mmap.svg >/dev/null   draw what was mapped, by stack"
 )]

@@ -37,8 +37,12 @@ memtools::skeleton!("shmsnoop", ShmsnoopSkelBuilder, stacks: none, plain: [event
 examples:
   shmsnoop                     every call of every process
   shmsnoop -p 1234             those of process 1234
-  shmsnoop -n postgres -T      of tasks named postgres, with the time since the first
-  shmsnoop -e                  also the segment: its size, who made it, how often it is attached
+  shmsnoop -n postgres -T
+                               of tasks named postgres, with the time since the
+                               first
+  shmsnoop -e
+                               also the segment: its size, who made it, how
+                               often it is attached
   shmsnoop --container         with the container or systemd unit of each
   shmsnoop -L                  also how long each call took"
 )]

@@ -21,8 +21,12 @@ examples:
   swapin                       every second, who reads pages back from swap
   swapin 10 6                  for a minute, every ten seconds
   swapin -s                    also how long processes were delayed by it
-  swapin --container           with the container or systemd unit of each process
-  swapin --zswap               also how many of the pages were in memory still, compressed
+  swapin --container
+                               with the container or systemd unit of each
+                               process
+  swapin --zswap
+                               also how many of the pages were in memory still,
+                               compressed
   swapin -c 'make -j8'         those of a command, and of what it starts
   swapin --out                 also who writes pages to swap"
 )]

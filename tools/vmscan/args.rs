@@ -27,11 +27,18 @@ examples:
   vmscan 10 6                  six rows, 10 seconds apart
   vmscan --by-shrinker         and which caches were shrunk, at the end
   vmscan --cgroup /sys/fs/cgroup/db.service
-  vmscan --compaction -c 'make -j8'   while a command runs, what it and what it starts had to do
-  vmscan --trace-compaction    a line for each compaction: who, how long, with what result
+  vmscan --compaction -c 'make -j8'
+                               while a command runs, what it and what it starts
+                               had to do
+  vmscan --trace-compaction
+                               a line for each compaction: who, how long, with
+                               what result
   vmscan --trace-compaction -eK    and in what state the zone was, and for whom
-  vmscan --trace-compaction --container    with the container or systemd unit of each
-  vmscan --counts -d 10        count all tracepoints of vmscan, compaction and migrate"
+  vmscan --trace-compaction --container
+                               with the container or systemd unit of each
+  vmscan --counts -d 10
+                               count all tracepoints of vmscan, compaction and
+                               migrate"
 )]
 pub(crate) struct Args {
     #[command(flatten)]
