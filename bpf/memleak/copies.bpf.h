@@ -3,7 +3,7 @@
  * Programs that replace their own code by a copy of it, in huge pages. The copy has the
  * breakpoints of the probes, for which the kernel knows no probe there: the first of them would end
  * the program. All such programs copy first, and then map something over their code. So a process
- * is stopped, by a signal, when it is about to map over code of a file, or to unmap such code. User
+ * is stopped, by a signal, when it is about to map over code of a probed file, or to unmap it. User
  * space (tools/memleak/processes/copies.rs) then removes the probes, restores the copy, and lets
  * the process continue.
  */
@@ -23,6 +23,17 @@ struct {
 	__type(key, __u32);
 	__type(value, __u64);
 } code_stops SEC(".maps");
+
+/*
+ * Inodes of the files with probes. Code of other files has no breakpoints: a process that maps and
+ * unmaps such code is not delayed. User space compares the device, too.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, __u64);
+	__type(value, __u8);
+} probed_inodes SEC(".maps");
 
 /*
  * Stops the current process, which is about to replace code at this address. User space looks at
@@ -51,7 +62,7 @@ static __noinline int copies_stop(__u64 code)
 
 /*
  * Returns the end of the mapping at this address, 0 if there is none. The lowest bit is set if the
- * mapping is code of a file.
+ * mapping is code of a file with probes.
  */
 __noinline __u64 copies_mapping_at(__u32 index, __u64 address)
 {
@@ -59,10 +70,12 @@ __noinline __u64 copies_mapping_at(__u32 index, __u64 address)
 
 	if (!mapping)
 		return 0;
-	return mapping->end | (mapping->executable && mapping->file.inode && mapping->file.device);
+	if (!mapping->executable || !bpf_map_lookup_elem(&probed_inodes, &mapping->file.inode))
+		return mapping->end;
+	return mapping->end | 1;
 }
 
-/* Returns an address in this range at which code of a file is mapped; 0 if there is none. */
+/* Returns an address in this range at which probed code is mapped; 0 if there is none. */
 static __noinline __u64 copies_code_in(__u64 address, __u64 bytes)
 {
 	__u32 index = stack_slot_take();
@@ -84,7 +97,7 @@ static __noinline __u64 copies_code_in(__u64 address, __u64 bytes)
 	return code;
 }
 
-/* Stops the current process if this range, which is about to be replaced, has code of a file. */
+/* Stops the current process if this range, which is about to be replaced, has probed code. */
 static __noinline int copies_replaced(__u64 address, __u64 bytes)
 {
 	__u64 code = copies_code_in(address, bytes);

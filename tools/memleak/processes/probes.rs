@@ -152,6 +152,7 @@ impl Attached {
     /// probed at their entries instead of behind them.
     pub(crate) fn probe(&self, pid: i32, object: &Object, args: &Args) -> Result<Vec<Link>> {
         let pid = target::pid_to_probe(pid, object)?;
+        self.watch_for_copies(object)?;
         let started = clock::monotonic_ns();
         let mut links = self.place(pid, object);
         if links.as_ref().is_err_and(is_invalid) && !args.no_placement {
@@ -175,6 +176,14 @@ impl Attached {
         let is_refused = links.as_ref().is_err_and(is_refused);
         let remedy = is_refused.then(|| capabilities::remedy(Capability::CAP_SYS_ADMIN));
         links.with_context(|| failed() + &remedy.unwrap_or_default())
+    }
+
+    /// Has processes stopped before they replace code of this file (`bpf/memleak/copies.bpf.h`).
+    fn watch_for_copies(&self, object: &Object) -> Result<()> {
+        let (_, inode) = object.file.identity()?;
+        let map = &self.skel.maps.probed_inodes;
+        map.update(&inode.to_ne_bytes(), &[1], MapFlags::ANY)
+            .with_context(|| format!("failed to watch for copies of the code of {}", object.module))
     }
 
     fn place(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
