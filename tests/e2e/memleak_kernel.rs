@@ -371,7 +371,7 @@ fn frees_that_are_not_seen_are_told() -> Result<()> {
             .stdin(Stdio::null()),
     )?;
     tool.wait_for_stderr("memleak: tracing")?;
-    tool.wait_for_stderr("what it frees in bulk")?;
+    tool.wait_for_stderr("no hook for bulk frees")?;
     workload.work()?;
     workload.work()?;
     let report = Report::last(&tool.interrupt()?)?;

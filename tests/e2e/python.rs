@@ -374,7 +374,7 @@ fn other_tools_have_them_too() -> Result<()> {
         } else {
             format!(";{function} (<string>:")
         };
-        let refused = "die unseen, as the kernel wants CAP_SYS_ADMIN for uprobes";
+        let refused = "die unseen, as the kernel requires CAP_SYS_ADMIN for uprobes";
         ensure!(
             ended.stdout.contains(&expected) == permitted,
             "{name}: {ended:?}"

@@ -148,7 +148,7 @@ fn ends_unread(option: &str, said: &[&str]) -> Result<()> {
         "{status:?} {messages}"
     );
     ensure!(
-        messages.contains("vmscan: failed to print: nobody reads it"),
+        messages.contains("vmscan: failed to print: the output has no reader"),
         "{messages}"
     );
     drop(reader);

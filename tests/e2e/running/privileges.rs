@@ -192,7 +192,7 @@ fn missing_privilege_is_named() -> Result<()> {
     // 5.10 requires one more capability, which root cannot grant on every machine.
     let (least, more) = if harness::release().starts_with("5.10.") {
         let ended = run_by_nobody(",+bpf,+perfmon", "vmscan", &["0.1", "3"])?;
-        ensure!(ended.stderr.contains("wants CAP_SYS_RESOURCE"), "{ended:?}");
+        ensure!(ended.stderr.contains("requires CAP_SYS_RESOURCE"), "{ended:?}");
         (",+bpf,+perfmon,+sys_resource", ",+sys_resource")
     } else {
         (",+bpf,+perfmon", "")
@@ -205,12 +205,12 @@ fn missing_privilege_is_named() -> Result<()> {
             &["-p", &pid],
             "CAP_BPF and CAP_PERFMON missing",
         ),
-        (least, "memleak", &["-p", &pid], "wants CAP_SYS_PTRACE"),
+        (least, "memleak", &["-p", &pid], "requires CAP_SYS_PTRACE"),
         (
             least,
             "mmapsnoop",
             &["-d", "0.1"],
-            "wants CAP_DAC_READ_SEARCH",
+            "requires CAP_DAC_READ_SEARCH",
         ),
     ];
     for (capabilities, name, args, told) in refused {
@@ -224,7 +224,7 @@ fn missing_privilege_is_named() -> Result<()> {
     let refuses = fs::read_to_string(paranoid)?.trim().parse::<i32>()? > 2;
     let _permits = if refuses {
         let ended = run_by_nobody(&most, "faults", &["-d", "0.1"])?;
-        let told = "wants CAP_SYS_ADMIN: run it as root, or with this capability, or: sysctl";
+        let told = "requires CAP_SYS_ADMIN: run it as root, or with this capability, or: sysctl";
         ensure!(ended.stderr.contains(told), "{ended:?}");
         Some(Setting::change(paranoid, "2")?)
     } else {
@@ -232,10 +232,10 @@ fn missing_privilege_is_named() -> Result<()> {
     };
     // A tool runs on without a capability that it can do without.
     let mut worse: Vec<(&str, &[&str], &str)> =
-        vec![("oomkill", &["-e", "-d", "0.1"], "wants CAP_SYSLOG")];
+        vec![("oomkill", &["-e", "-d", "0.1"], "requires CAP_SYSLOG")];
     // On 5.10, libbpf lifts the limit of locked memory.
     if more.is_empty() {
-        worse.push(("vmscan", &["0.1", "3"], "wants CAP_IPC_LOCK"));
+        worse.push(("vmscan", &["0.1", "3"], "requires CAP_IPC_LOCK"));
     }
     for (name, args, told) in worse {
         let ended = run_by_nobody(&most, name, args)?;
@@ -250,7 +250,7 @@ fn missing_privilege_is_named() -> Result<()> {
     command.env("MEMTOOLS_ATTACH", "perf uprobes without cookies");
     let ended = Tool::spawn(&mut command)?.wait()?;
     drop(folder);
-    let told = ended.stderr.contains("wants CAP_SYS_ADMIN: run it as root");
+    let told = ended.stderr.contains("requires CAP_SYS_ADMIN: run it as root");
     ensure!(ended.status.success() || told, "{ended:?}");
     Ok(())
 }
