@@ -12,7 +12,7 @@ use nix::sched::{CloneFlags, unshare};
 use serde_json::Value;
 
 use super::without;
-use crate::harness::{self, Tool, tool};
+use crate::harness::{self, Tool, Workload, tool};
 use crate::pressure::Setting;
 use crate::running;
 
@@ -59,14 +59,15 @@ fn unmet(machine: &[Value]) -> Vec<&str> {
 fn tools_that_can_run_are_told() -> Result<()> {
     let (rows, status) = doctor(&mut Command::new(tool("memtriage")))?;
     let program = format!("{} --version", tool("vmscan").display());
-    let own = std::process::id().to_string();
+    let workload = Workload::start("minor", &["1"])?;
+    let heap = workload.pid();
     let mut all = true;
     for row in &rows {
         let command = row["command"].as_str().context("no command")?;
         let options = match command {
             "memleak" => vec!["-c", &program, "0.1", "1"],
             "memleak -k" => vec!["-k", "0.1", "1"],
-            "heapscan" => vec!["-p", &own],
+            "heapscan" => vec!["-p", &heap],
             _ => vec!["-d", "0.1"],
         };
         let name = command.split(' ').next().unwrap_or_default();

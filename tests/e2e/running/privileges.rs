@@ -192,7 +192,10 @@ fn missing_privilege_is_named() -> Result<()> {
     // 5.10 requires one more capability, which root cannot grant on every machine.
     let (least, more) = if harness::release().starts_with("5.10.") {
         let ended = run_by_nobody(",+bpf,+perfmon", "vmscan", &["0.1", "3"])?;
-        ensure!(ended.stderr.contains("requires CAP_SYS_RESOURCE"), "{ended:?}");
+        ensure!(
+            ended.stderr.contains("requires CAP_SYS_RESOURCE"),
+            "{ended:?}"
+        );
         (",+bpf,+perfmon,+sys_resource", ",+sys_resource")
     } else {
         (",+bpf,+perfmon", "")
@@ -250,7 +253,9 @@ fn missing_privilege_is_named() -> Result<()> {
     command.env("MEMTOOLS_ATTACH", "perf uprobes without cookies");
     let ended = Tool::spawn(&mut command)?.wait()?;
     drop(folder);
-    let told = ended.stderr.contains("requires CAP_SYS_ADMIN: run it as root");
+    let told = ended
+        .stderr
+        .contains("requires CAP_SYS_ADMIN: run it as root");
     ensure!(ended.status.success() || told, "{ended:?}");
     Ok(())
 }

@@ -183,7 +183,12 @@ impl Attached {
         let (_, inode) = object.file.identity()?;
         let map = &self.skel.maps.probed_inodes;
         map.update(&inode.to_ne_bytes(), &[1], MapFlags::ANY)
-            .with_context(|| format!("failed to watch for copies of the code of {}", object.module))
+            .with_context(|| {
+                format!(
+                    "failed to watch for copies of the code of {}",
+                    object.module
+                )
+            })
     }
 
     fn place(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
