@@ -62,12 +62,10 @@ fn first_examples(text: &str) -> String {
         .split_once("examples:\n")
         .map_or(text, |(_, examples)| examples);
     let begins = |line: &str| line.starts_with("  ") && !line.starts_with("   ");
-    let mut left = EXAMPLES;
+    let mut begun = 0;
     let lines = examples.lines().take_while(|line| {
-        if begins(line) {
-            left = left.wrapping_sub(1);
-        }
-        left != usize::MAX
+        begun += usize::from(begins(line));
+        begun <= EXAMPLES
     });
     lines.fold("examples:".to_owned(), |text, line| text + "\n" + line)
 }
