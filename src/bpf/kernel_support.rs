@@ -15,7 +15,10 @@ use nix::sys::utsname::uname;
 use crate::bpf::btf::Types;
 use crate::host::capabilities::{self, Capability};
 
-const BTF: &str = "/sys/kernel/btf/vmlinux";
+/// File with the types of the kernel.
+pub const BTF: &str = "/sys/kernel/btf/vmlinux";
+/// Folders where tracefs can be mounted, the usual one first.
+pub const TRACEFS: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
 const NOT_READ: &str = "failed to read the kernel's BTF, /sys/kernel/btf/vmlinux";
 
 /// Checks what every tool needs before it loads anything. Whatever is missing is thus named, rather than reported as
@@ -53,32 +56,28 @@ pub fn preflight_uprobes() -> Result<()> {
 /// # Errors
 /// If tracepoints cannot be found. The message names the remedy.
 pub fn preflight_tracepoints() -> Result<()> {
-    const TRACEFS: &str = "/sys/kernel/tracing";
-    let events = [
-        "/sys/kernel/tracing/events",
-        "/sys/kernel/debug/tracing/events",
-    ];
-    let looks = events.map(fs::metadata);
+    let usual = TRACEFS[0];
+    let looks = TRACEFS.map(|folder| fs::metadata(format!("{folder}/events")));
     if looks.iter().any(Result::is_ok) {
         return Ok(());
     }
     let refused = |look: &io::Error| look.kind() == io::ErrorKind::PermissionDenied;
     if looks[0].as_ref().is_err_and(refused) {
         bail!(
-            "not permitted to look for tracepoints in {TRACEFS}{}",
+            "not permitted to look for tracepoints in {usual}{}",
             capabilities::remedy(Capability::CAP_DAC_READ_SEARCH)
         );
     }
     let none: Option<&str> = None;
     mount(
         Some("tracefs"),
-        TRACEFS,
+        usual,
         Some("tracefs"),
         MsFlags::empty(),
         none,
     )
     .with_context(|| {
-        format!("tracepoints are not to be found; as root: mount -t tracefs tracefs {TRACEFS}")
+        format!("tracepoints are not to be found; as root: mount -t tracefs tracefs {usual}")
     })
 }
 

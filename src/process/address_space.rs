@@ -110,12 +110,9 @@ impl CodeFile {
         self.seen.get().0
     }
 
-    /// Returns whether the code was generated at run time: the mapping has no file, or a memfd.
+    /// Returns whether the code was generated at run time: no file on a disk has it.
     pub(crate) fn is_generated(&self) -> bool {
-        let path = self.mapping.path.as_os_str().as_bytes();
-        let in_memory = [&b"/memfd:"[..], b"/anon_hugepage"];
-        (self.mapping.inode == 0 && !path.starts_with(b"["))
-            || in_memory.iter().any(|start| path.starts_with(start))
+        self.mapping.is_of_no_file()
     }
 
     /// Returns the open file. None if the mapping has no file, or the file cannot be found any more. The first call

@@ -429,6 +429,15 @@ impl Mapping {
         })
     }
 
+    /// Returns whether the mapping is of no file on a disk: it is anonymous, or a file in memory (memfd, huge pages). The
+    /// kernel's own mappings, the heap and stacks, whose names are in brackets, do not count.
+    pub fn is_of_no_file(&self) -> bool {
+        let path = self.path.as_os_str().as_bytes();
+        let in_memory = [&b"/memfd:"[..], b"/anon_hugepage"];
+        (self.inode == 0 && !path.starts_with(b"["))
+            || in_memory.iter().any(|start| path.starts_with(start))
+    }
+
     /// Returns the device and the inode, which identify the mapped file.
     pub fn file_id(&self) -> FileId {
         (self.device, self.inode)

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
-use memtools::bpf::kernel_support;
+use memtools::bpf::kernel_support::{self, BTF, TRACEFS};
 use memtools::host::capabilities::{self, Capability};
 use memtools::host::mounts::Mounts;
 use memtools::print::output::Row;
@@ -12,9 +12,6 @@ use nix::sys::utsname::uname;
 use serde::Serialize;
 
 use crate::doctor;
-
-const BTF: &str = "/sys/kernel/btf/vmlinux";
-const TRACEFS: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
 
 /// Capabilities that the tools need for all that they can do.
 const WANTED: [Capability; 8] = [

@@ -99,13 +99,7 @@ pub(super) fn warn_if_copied(process: &Process) {
 
 /// Whether memory of no file on a disk, in these mappings, has code next to those of the program, of this inode.
 fn runs_copy(mappings: &[Mapping], program: u64) -> bool {
-    let in_memory = |mapping: &Mapping| {
-        let path = mapping.path.to_string_lossy();
-        mapping.inode == 0 && path.is_empty()
-            || path.starts_with("/memfd:")
-            || path.starts_with("/anon_hugepage")
-    };
-    let is_copy = |mapping: &Mapping| mapping.executable && in_memory(mapping);
+    let is_copy = |mapping: &Mapping| mapping.executable && mapping.is_of_no_file();
     mappings.windows(2).any(|two| {
         let [below, above] = two else { return false };
         below.range.end == above.range.start
