@@ -84,7 +84,7 @@ fn parse_line<A: Parser>(line: &[OsString]) -> Result<A, clap::Error> {
     let mut command = help::command::<A>();
     message::set_tool(command.get_name());
     let mut matches = command.try_get_matches_from_mut(line)?;
-    without_conflicts(help::command::<A>()).try_get_matches_from(line)?;
+    without_conflicts(A::command()).try_get_matches_from(line)?;
     A::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
