@@ -328,8 +328,8 @@ impl AddressSpaces {
         }
     }
 
-    /// Returns the first process that a chosen one has started and that has executed a program, if images are of the
-    /// chosen processes alone. Returns it once.
+    /// Returns, once, the first child of a chosen process that has executed a program. Returns None if children have
+    /// images, too.
     pub fn take_program_of_child(&mut self) -> Option<u32> {
         let ProgramOfChild::Executed(pid) = self.program_of_child else {
             return None;

@@ -72,8 +72,7 @@ pub(crate) fn resume_all(stopped: BorrowedFd<'_>) {
         let (mut pid, mut value) = (0u32, 0u64);
         let from = last.as_ref().map_or(null(), from_ref::<u32>);
         let map = stopped.as_raw_fd();
-        // SAFETY: keys and values are of the sizes that the map has, and outlive the call; a null pointer means the
-        // beginning.
+        // SAFETY: keys and values have the sizes of the map, and outlive the call; a null pointer means the beginning.
         let none = unsafe {
             libbpf_sys::bpf_map_get_next_key(map, from.cast(), from_mut(&mut pid).cast()) != 0
                 || libbpf_sys::bpf_map_lookup_elem(

@@ -153,8 +153,8 @@ impl TracedCode {
         self.spaces.wanted_images().flat_map(of).collect()
     }
 
-    /// Returns the first process that a followed one has started and that has executed a program, as of the last
-    /// refresh. Returns it once, and only if no descendants are followed.
+    /// Returns, once, the first child of a followed process that had executed a program at the last refresh. Returns None
+    /// if descendants are followed.
     pub fn take_program_of_child(&mut self) -> Option<u32> {
         self.spaces.take_program_of_child()
     }

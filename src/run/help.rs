@@ -1,7 +1,7 @@
 //! The help of the tools: `-h` prints the common options on one screen, `--help` all options.
 //!
-//! Options are under the same headings in every tool, and in the same order: [`HEADINGS`]. An option names its heading,
-//! unless it is of the report. The order is that of the options' definitions.
+//! Options are under the same headings in every tool, and in the same order: [`HEADINGS`]. An option without a
+//! heading belongs to the report. The order follows from the order in which options are defined.
 
 use clap::{Arg, ArgAction, Command, CommandFactory};
 

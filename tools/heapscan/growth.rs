@@ -149,7 +149,7 @@ struct Study {
     pauses_us: Vec<u64>,
     follower: Follower,
     points: Vec<Point>,
-    /// Number of images that could not be taken, or whose heap made no sense.
+    /// Number of images that could not be taken, or whose heap was inconsistent.
     left_out: u64,
     /// Minimum number of processes that were started meanwhile.
     started: u64,

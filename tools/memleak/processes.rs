@@ -383,7 +383,8 @@ impl Source for Processes<'_> {
             && !self.sets_exited_apart()
         {
             eprintln!(
-                "memleak: {} bytes in {} allocations of exited processes are not shown: only the processes and stacks with most are kept",
+                "memleak: {} bytes in {} allocations of exited processes are not shown: only the \
+                 processes and stacks with most are kept",
                 rest.bytes, rest.allocations
             );
         }

@@ -285,7 +285,7 @@ impl Crew {
 
     fn finish(&mut self) -> bool {
         for worker in &self.workers {
-            // The PID is that of a child that nobody has waited for.
+            // The PID is still that of the child, which has not been waited for.
             let _ = kill(worker.pid, Signal::SIGKILL);
         }
         let deadline = Instant::now() + ENDING;

@@ -108,8 +108,8 @@ impl Request<'_> {
     /// # Errors
     /// If the process is traced already, has memory in swap, is not copied within the bound in any try, does not
     /// answer, is run by a binary translator, has a thread that never stops in time, or has exited. Also if there is no
-    /// memory for a copy, or, for a copy before the stop, if the kernel does not tell which pages are written after
-    /// that, or if the process itself uses what tells it. In each case the process runs on.
+    /// memory for a copy, or, for a copy before the stop, if the kernel does not mark the pages that are written
+    /// after that, or if the process itself uses these marks. In each case the process runs on.
     pub fn take(&self) -> Result<Image> {
         let pid = self.process.pid();
         check(self.process)?;
@@ -464,7 +464,8 @@ fn expect_known(process: &Process) -> Result<()> {
     let swapped = status.get_or_zero("VmSwap");
     if swapped > 0 {
         bail!(
-            "process {pid} has {} kB in swap, which would be read back while it is stopped; if there is enough memory for it: swapoff -a && swapon -a",
+            "process {pid} has {} kB in swap, which would be read back while it is stopped; if there is enough memory \
+             for it: swapoff -a && swapon -a",
             swapped / 1024
         );
     }

@@ -40,7 +40,7 @@ pub(super) fn copy_around_caches(to: &mut [u8], from: &[u8]) {
 /// alone, which belongs to a thread.
 ///
 /// # Safety
-/// The same as of the system call.
+/// The arguments must be valid for the system call, which must do nothing that Rust forbids.
 pub(super) unsafe fn system_call(number: libc::c_long, arguments: [usize; 6]) -> isize {
     let [first, second, third, fourth, fifth, sixth] = arguments;
     let result: isize;

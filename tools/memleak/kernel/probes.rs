@@ -80,7 +80,8 @@ pub(super) fn start(args: &Args, filter: &Filter, kinds: Kinds) -> Result<Attach
     );
     if kinds.slab && way == "tracepoints" {
         eprintln!(
-            "memleak: this kernel has no hook for bulk frees, as by kfree_rcu(): such memory stays in the reports until it is used again"
+            "memleak: this kernel has no hook for bulk frees, as by kfree_rcu(): such memory stays \
+             in the reports until it is used again"
         );
     }
     Ok(attached)
