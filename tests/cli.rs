@@ -53,6 +53,60 @@ fn wrong_usage_is_status_2_and_names_the_argument() {
     }
 }
 
+#[test]
+fn options_that_export_has_replaced_name_it() {
+    let exporting = TOOLS
+        .iter()
+        .filter(|(tool, _)| !["memtriage", "heapscan"].contains(tool));
+    for &(tool, path) in exporting {
+        for (old, new) in [
+            ("--flame", "--export FILE.svg"),
+            ("--flame-base", "--diff OLD.pb.gz"),
+            ("--pprof=a.pb.gz", "--export FILE.pb.gz"),
+            ("--perfetto", "--export FILE.pftrace"),
+            ("--metrics", "--export FILE.prom"),
+        ] {
+            let output = run(path, &[old, "x"]);
+            assert_eq!(output.status.code(), Some(2), "{tool} {old}: {output:?}");
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            let (old, _) = old.split_once('=').unwrap_or((old, ""));
+            assert_eq!(stderr, format!("{tool}: {old} is now: {new}\n"));
+        }
+    }
+}
+
+/// The help and the error of an unknown extension list the same formats, and only these are written.
+#[test]
+fn export_takes_the_formats_of_its_help() {
+    for &(tool, path) in TOOLS {
+        let help = run(path, &["-h"]);
+        let help = String::from_utf8_lossy(&help.stdout).into_owned();
+        let Some((_, formats)) = help.split_once("Also write FILE: ") else {
+            assert!(["memtriage", "heapscan"].contains(&tool), "{help}");
+            continue;
+        };
+        let formats: Vec<&str> = formats.lines().next().unwrap_or("").split(' ').collect();
+        let output = run(path, &["--export", "x.txt"]);
+        assert_eq!(output.status.code(), Some(2), "{tool}: {output:?}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let (_, listed) = stderr
+            .split_once("unknown format; use ")
+            .unwrap_or_else(|| panic!("{tool}: {stderr}"));
+        let listed = listed.lines().next().unwrap_or("").replace(" or ", ", ");
+        assert_eq!(listed.split(", ").collect::<Vec<_>>(), formats, "{tool}");
+        for format in [".svg", ".pb.gz", ".pftrace", ".folded", ".prom"] {
+            let output = run(path, &["--export", &format!("x{format}"), "-p", "0"]);
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            let refused = stderr.contains("format not supported");
+            assert_eq!(
+                refused,
+                !formats.contains(&format),
+                "{tool} {format}: {stderr}"
+            );
+        }
+    }
+}
+
 /// Every option is given values that are wrong for some options.
 #[test]
 fn wrong_usage_is_told_in_plain_words() {

@@ -615,3 +615,14 @@ fn the_readme_is_short() {
     let lines = readme.lines().count();
     assert!(lines <= 150, "README.md has {lines} lines");
 }
+
+/// What is beyond the needs of a tool's user is in docs/.
+#[test]
+fn man_pages_are_short() {
+    const LINES: usize = 500;
+    for tool in tools() {
+        let page = fs::read_to_string(format!("{ROOT}/tools/{tool}.8")).expect("a man page");
+        let lines = page.lines().count();
+        assert!(lines <= LINES, "tools/{tool}.8 has {lines} lines");
+    }
+}

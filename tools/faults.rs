@@ -13,9 +13,11 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::software_event;
-use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
+use memtools::export::format::{self, FileFormat};
+use memtools::export::metrics::{Family, Kind, Metrics};
 use memtools::export::profile::ValueType;
 use memtools::host::page_size;
+use memtools::parse::UsageError;
 use memtools::print::clock;
 use memtools::print::output::{Format, Output, Row};
 use memtools::process::container::{self, CgroupInfo, ContainerArgs};
@@ -36,12 +38,12 @@ memtools::skeleton!("faults", FaultsSkelBuilder, stacks: unwound, plain: []);
 #[command(
     name = "faults",
     version,
-    mut_arg("metrics", |metrics| metrics.requires("by_process")),
     mut_arg("container", |container| container.requires("by_process")),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::ALL)),
     after_help = "\
 examples:
   faults                       count page faults until Ctrl-C, and print stacks
-  faults -d 30 --flame faults.svg
+  faults -d 30 --export faults.svg
                                draw them as a flame graph
   faults -p 1234 5             those of process 1234, every 5 seconds
   faults -M                    only those that waited for a disk or for swap
@@ -87,7 +89,7 @@ struct Args {
     /// Count by process, without stacks
     ///
     /// Each process has one line, with or without --text and -P.
-    #[arg(long, conflicts_with_all = ["folded", "annotations", "offsets", "addresses", "flame", "pprof"])]
+    #[arg(long, conflicts_with_all = ["folded", "annotations", "offsets", "addresses"])]
     by_process: bool,
 
     /// Count bytes instead of faults
@@ -95,9 +97,6 @@ struct Args {
     /// Each fault counts as a page.
     #[arg(long)]
     bytes: bool,
-
-    #[command(flatten)]
-    metrics: MetricsArgs,
 
     #[command(flatten)]
     containers: ContainerArgs,
@@ -127,15 +126,19 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
+    args.check()?;
     kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
-    let exports = args.stacks.export.prepare(args.target.to_string())?;
-    let mut metrics = args.metrics.open(&[args.family()])?;
+    let exports = args
+        .stacks
+        .profile
+        .prepare(&args.common.export, args.target.to_string())?;
+    let mut metrics = args.common.export.metrics(&[args.family()])?;
     let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     target::warn_if_interval_is_pid(args.stacks.interval(), &args.target.filter.pid);
     let skel = load(&args, target.filter())?;
-    let symbolizer = target.symbolizer(&args.stacks.export)?;
+    let symbolizer = target.symbolizer(&args.stacks.profile, &args.common.export)?;
     let unwinder = args
         .user_stacks()
         .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))
@@ -182,7 +185,17 @@ fn run(args: Args) -> Result<ExitCode> {
 }
 
 impl Args {
-    /// Returns the metric family that --metrics writes.
+    /// Refuses files that the mode does not write.
+    fn check(&self) -> Result<(), UsageError> {
+        let (mode, formats): (_, &[FileFormat]) = if self.by_process {
+            ("with --by-process", &FileFormat::OF_SUMS)
+        } else {
+            ("without --by-process", &FileFormat::OF_STACKS)
+        };
+        self.common.export.expect(mode, formats)
+    }
+
+    /// Returns the metric family that --export writes.
     fn family(&self) -> &'static Family {
         if self.bytes { &BYTES } else { &FAULTS }
     }

@@ -1,85 +1,144 @@
-//! Options that also write a report into files of other formats, and these files.
+//! The option --export, and the files of a run that it names.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use jiff::Zoned;
 
 use crate::export::atomic_file::Refreshed;
+use crate::export::format::{ExportFile, FileFormat, list};
+use crate::export::metrics::{Family, Metrics};
 use crate::export::perfetto::Heaps;
 use crate::export::profile::{Profile, Sample, ValueType};
 use crate::export::saved_profile::SavedProfile;
-use crate::export::{flame, pprof};
+use crate::export::{flame, folded, pprof};
+use crate::parse::UsageError;
 use crate::print::clock;
 use crate::print::message;
+use crate::print::text;
 use crate::stacks::symbolize::{SourceArgs, Symbolizer};
 
 /// Function that writes a profile in one format.
 type Writer = Box<dyn Fn(&Profile, &mut dyn Write) -> Result<()>>;
 
-/// Options of every tool with stacks: what is told of them, and into which files.
+/// The option of every tool that writes files besides its output.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ExportArgs {
-    /// Also draw a flame graph of each report
+    /// Also write FILE
     ///
-    /// Any browser shows the file.
-    #[arg(help_heading = "Output", long, value_name = "FILE.svg")]
-    pub flame: Option<PathBuf>,
+    /// A tool states its formats by [`limited_to`](crate::export::format::limited_to).
+    #[arg(help_heading = "Output", long, value_name = "FILE", value_hint = clap::ValueHint::FilePath, value_parser = no_format)]
+    export: Vec<ExportFile>,
+}
 
-    /// Color the flame graph by the change since this profile
+fn no_format(_: &str) -> Result<ExportFile, String> {
+    Err("this tool writes no files".into())
+}
+
+/// Options of tools with stacks, but for memleak, whose --diff also compares reports.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct ProfileArgs {
+    /// Color the exported flame graph by the change since this profile
     ///
-    /// OLD.pb.gz is a file that an earlier run wrote with --pprof. Red stacks have grown, blue stacks have shrunk.
+    /// OLD.pb.gz is a file that an earlier run wrote with --export. Red stacks have grown, blue stacks have shrunk.
     #[arg(
         help_heading = "Output",
         hide_short_help = true,
         long,
-        value_name = "OLD.pb.gz",
-        requires = "flame"
+        value_name = "OLD.pb.gz"
     )]
-    pub flame_base: Option<PathBuf>,
-
-    /// Also write a profile for `go tool pprof`
-    #[arg(help_heading = "Output", long, value_name = "FILE.pb.gz")]
-    pub pprof: Option<PathBuf>,
+    pub diff: Option<PathBuf>,
 
     /// Options for the source lines of frames.
     #[command(flatten)]
     pub source: SourceArgs,
 }
 
-impl ExportArgs {
-    /// Adds to the symbolizer the source lines that these options ask for.
+impl ProfileArgs {
+    /// Checks that the files of --export can be written. `target` describes the profiles.
+    ///
+    /// # Errors
+    /// If a file cannot be written, the earlier profile cannot be read, or there is no flame graph to color.
+    pub fn prepare(&self, export: &ExportArgs, target: String) -> Result<Exports> {
+        if self.diff.is_some() && export.of(FileFormat::FlameGraph).next().is_none() {
+            return Err(UsageError("--diff requires --export FILE.svg".into()).into());
+        }
+        export.prepare(self.diff.as_deref(), target)
+    }
+
+    /// Adds to the symbolizer the source lines that these options request, and those of profiles.
     ///
     /// # Errors
     /// See [`Symbolizer::with_source`].
-    pub fn with_source(&self, symbolizer: Symbolizer) -> Result<Symbolizer> {
-        symbolizer.with_source(self.source, self.is_enabled())
+    pub fn with_source(&self, symbolizer: Symbolizer, export: &ExportArgs) -> Result<Symbolizer> {
+        symbolizer.with_source(self.source, export.has_profiles())
+    }
+}
+
+impl ExportArgs {
+    fn of(&self, format: FileFormat) -> impl Iterator<Item = &Path> {
+        let files = self.export.iter().filter(move |file| file.format == format);
+        files.map(|file| &*file.path)
     }
 
-    /// Whether any file is asked for.
-    pub fn is_enabled(&self) -> bool {
-        self.flame.is_some() || self.pprof.is_some()
-    }
-
-    /// Checks that the files can be written. `target` describes the profiles.
+    /// Returns the only file of a format. Returns None if there is none.
     ///
     /// # Errors
-    /// If a file cannot be written, or if the earlier profile cannot be read.
-    pub fn prepare(&self, target: String) -> Result<Exports> {
+    /// If there are several, which would have the same content.
+    pub fn sole(&self, format: FileFormat) -> Result<Option<&Path>, UsageError> {
+        let mut files = self.of(format);
+        let first = files.next();
+        match files.next() {
+            None => Ok(first),
+            Some(second) => Err(UsageError(format!(
+                "--export {}: only one {} file can be written",
+                text::escape(&second.to_string_lossy()),
+                format.extension()
+            ))),
+        }
+    }
+
+    /// Whether any file is written from profiles, the stacks of reports.
+    pub fn has_profiles(&self) -> bool {
+        self.export.iter().any(|file| file.format.is_profile())
+    }
+
+    /// Checks that a mode can write the files. `mode` is the option that selects the mode, such as `with --events`.
+    ///
+    /// # Errors
+    /// If a file has another format than `formats`.
+    pub fn expect(&self, mode: &str, formats: &[FileFormat]) -> Result<(), UsageError> {
+        let refused = |file: &&ExportFile| !formats.contains(&file.format);
+        match self.export.iter().find(refused) {
+            None => Ok(()),
+            Some(file) => Err(UsageError(format!(
+                "--export {}: format not supported {mode}; use {}",
+                text::escape(&file.path.to_string_lossy()),
+                list(formats)
+            ))),
+        }
+    }
+
+    /// Checks that the files can be written that are made from profiles. A flame graph is colored by the change since
+    /// the profile `earlier`. `target` describes the profiles.
+    ///
+    /// # Errors
+    /// If a file cannot be written, or the earlier profile cannot be read.
+    pub fn prepare(&self, earlier: Option<&Path>, target: String) -> Result<Exports> {
         let mut files: Vec<(Refreshed, Writer)> = Vec::new();
-        if let Some(path) = &self.flame {
-            let write: Writer = match &self.flame_base {
-                None => Box::new(flame::write),
-                Some(base) => {
-                    let base = SavedProfile::read(base)?;
-                    Box::new(move |profile, out| flame::write_difference(&base, profile, out))
+        for ExportFile { format, path } in &self.export {
+            let write: Writer = match (format, earlier) {
+                (FileFormat::FlameGraph, None) => Box::new(flame::write),
+                (FileFormat::FlameGraph, Some(earlier)) => {
+                    let earlier = SavedProfile::read(earlier)?;
+                    Box::new(move |profile, out| flame::write_difference(&earlier, profile, out))
                 }
+                (FileFormat::Pprof, _) => Box::new(pprof::write),
+                (FileFormat::Folded, _) => Box::new(folded::write),
+                (FileFormat::Perfetto | FileFormat::Prometheus, _) => continue,
             };
             files.push((Refreshed::at(path)?, write));
-        }
-        if let Some(path) = &self.pprof {
-            files.push((Refreshed::at(path)?, Box::new(pprof::write)));
         }
         Ok(Exports {
             files,
@@ -87,6 +146,14 @@ impl ExportArgs {
             target,
             since: clock::now(),
         })
+    }
+
+    /// Checks that the file of metrics can be written, and writes it for the first time.
+    ///
+    /// # Errors
+    /// If the file cannot be written, or there are several.
+    pub fn metrics(&self, families: &[&'static Family]) -> Result<Metrics> {
+        Metrics::begin(self.sole(FileFormat::Prometheus)?, families)
     }
 }
 
@@ -192,12 +259,17 @@ mod tests {
     #[test]
     fn each_file_that_cannot_be_written_is_told() {
         let folder = tempfile::tempdir().expect("a folder");
-        let args = ExportArgs {
-            flame: Some(folder.path().join("a.svg")),
-            pprof: Some(folder.path().join("b.pb.gz")),
-            ..ExportArgs::default()
+        let file = |format, name| ExportFile {
+            format,
+            path: folder.path().join(name),
         };
-        let mut exports = args.prepare("pid 7".into()).expect("writable");
+        let args = ExportArgs {
+            export: vec![
+                file(FileFormat::FlameGraph, "a.svg"),
+                file(FileFormat::Pprof, "b.pb.gz"),
+            ],
+        };
+        let mut exports = args.prepare(None, "pid 7".into()).expect("writable");
         folder.close().expect("it is ours");
         let subject = ProfileInfo {
             name: "page faults".into(),
@@ -210,5 +282,37 @@ mod tests {
         let error = exports.finish().expect_err("no folder").to_string();
         assert!(error.contains("a.svg: No such"), "{error}");
         assert!(error.contains("b.pb.gz: No such"), "{error}");
+    }
+
+    #[test]
+    fn modes_and_formats_limit_the_files() {
+        let args = |files: &[(FileFormat, &str)]| ExportArgs {
+            export: files
+                .iter()
+                .map(|&(format, path)| ExportFile {
+                    format,
+                    path: path.into(),
+                })
+                .collect(),
+        };
+        let trace = (FileFormat::Perfetto, "a.pftrace");
+        let both = args(&[trace, (FileFormat::FlameGraph, "a.svg")]);
+        let refused = both.expect("with --events", &[FileFormat::Perfetto]);
+        assert_eq!(
+            refused.expect_err("a flame graph").to_string(),
+            "--export a.svg: format not supported with --events; use .pftrace"
+        );
+        both.expect("without --x", &FileFormat::OF_STACKS)
+            .expect("all are known");
+        let sole = both.sole(FileFormat::Perfetto).expect("one");
+        assert_eq!(sole, Some(Path::new("a.pftrace")));
+        let twice = args(&[trace, trace]);
+        assert!(twice.sole(FileFormat::Perfetto).is_err());
+        let profiles = ProfileArgs {
+            diff: Some("old.pb.gz".into()),
+            ..ProfileArgs::default()
+        };
+        let refused = profiles.prepare(&args(&[trace]), "pid 7".into());
+        assert!(refused.is_err_and(|error| error.is::<UsageError>()));
     }
 }

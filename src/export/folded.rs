@@ -2,10 +2,15 @@
 //! space and a whole number.
 
 use std::borrow::Cow;
+use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, Write};
 
+use anyhow::Result;
+
 use crate::code::lines::SourceLine;
+use crate::export::profile::{Profile, Sample};
 use crate::stacks::named::{Frame, NamedStack, Part};
 
 /// Suffix of the names of kernel frames, by which flame graphs colour them.
@@ -90,6 +95,24 @@ impl<'a> Folded<'a> {
         }
         Ok(())
     }
+}
+
+/// Writes a profile, the largest stack first, with its main value.
+///
+/// # Errors
+/// If `out` cannot be written to.
+pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
+    let mut weights: HashMap<String, u64> = HashMap::new();
+    for Sample { stack, values } in &profile.samples {
+        let weight = values.get(profile.main_value).copied().unwrap_or_default();
+        *weights.entry(Folded::new(stack).to_string()).or_default() += weight;
+    }
+    let mut lines: Vec<_> = weights.into_iter().collect();
+    lines.sort_by(|(a, of_a), (b, of_b)| (Reverse(of_a), a).cmp(&(Reverse(of_b), b)));
+    for (line, weight) in lines.into_iter().filter(|(_, weight)| *weight > 0) {
+        writeln!(out, "{line} {weight}")?;
+    }
+    Ok(())
 }
 
 /// Returns the function of an inlined call.

@@ -6,7 +6,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -27,38 +27,6 @@ pub const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Upper bounds of the buckets of durations, as exponents of two in nanoseconds: from 1 microsecond to 69 seconds,
 /// each four times the one before.
 const BUCKETS: [usize; 14] = [10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36];
-
-/// The option of the tools that have metrics.
-#[derive(Debug, Clone, Default, clap::Args)]
-pub struct MetricsArgs {
-    /// Also write metrics for node_exporter
-    ///
-    /// The file is for the textfile collector of node_exporter, and has sums since the start of the tool.
-    #[arg(help_heading = "Output", long, value_name = "FILE.prom")]
-    pub metrics: Option<PathBuf>,
-}
-
-impl MetricsArgs {
-    /// Checks that the file can be written, and writes it for the first time.
-    ///
-    /// # Errors
-    /// If the file cannot be written.
-    pub fn open(&self, families: &[&'static Family]) -> Result<Metrics> {
-        let path = self.metrics.as_deref();
-        let file = path.map(AtomicFile::readable_at).transpose()?;
-        let file = file.map(Refreshed::of);
-        let mut metrics = Metrics {
-            file,
-            kept: families
-                .iter()
-                .map(|family| (family.name, FamilySeries::of(family)))
-                .collect(),
-            written: None,
-        };
-        metrics.write();
-        Ok(metrics)
-    }
-}
 
 /// Metric family: numbers of one kind.
 #[derive(Debug)]
@@ -227,6 +195,24 @@ pub struct Metrics {
 }
 
 impl Metrics {
+    /// Checks that the file, if there is one, can be written, and writes it for the first time.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub(super) fn begin(path: Option<&Path>, families: &[&'static Family]) -> Result<Self> {
+        let file = path.map(AtomicFile::readable_at).transpose()?;
+        let mut metrics = Self {
+            file: file.map(Refreshed::of),
+            kept: families
+                .iter()
+                .map(|family| (family.name, FamilySeries::of(family)))
+                .collect(),
+            written: None,
+        };
+        metrics.write();
+        Ok(metrics)
+    }
+
     /// Whether there is a file to write.
     pub fn is_enabled(&self) -> bool {
         self.file.is_some()
@@ -342,10 +328,8 @@ mod tests {
     fn in_file(fill: impl FnOnce(&mut Metrics)) -> String {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("x.prom");
-        let args = MetricsArgs {
-            metrics: Some(path.clone()),
-        };
-        let mut metrics = args.open(&[&FAULTS, &STALLS, &TIME]).expect("a file");
+        let families = [&FAULTS, &STALLS, &TIME];
+        let mut metrics = Metrics::begin(Some(&path), &families).expect("a file");
         fill(&mut metrics);
         metrics.finish().expect("it is written");
         fs::read_to_string(path).expect("a file")
@@ -418,7 +402,7 @@ mod tests {
 
     #[test]
     fn without_a_file_nothing_is_kept() {
-        let mut metrics = MetricsArgs::default().open(&[&FAULTS]).expect("none");
+        let mut metrics = Metrics::begin(None, &[&FAULTS]).expect("none");
         metrics.add(&FAULTS, &["a", "minor"], 7);
         assert!(metrics.of(&FAULTS).pending.is_empty());
         metrics.finish().expect("nothing to write");

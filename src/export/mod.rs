@@ -4,7 +4,8 @@
 //! |---|---|
 //! | [`text`] | stacks below a row, and in the format of BCC's stackcount |
 //! | [`folded`] | folded stacks, which flame graph tools read |
-//! | [`files`] | options that write files, and the files of a run |
+//! | [`format`](mod@format) | formats of files, which their extensions select |
+//! | [`files`] | the option --export, and the files of a run |
 //! | [`profile`] | stacks, numbers and subject of a report, which each file format is written from |
 //! | [`flame`] | flame graphs |
 //! | [`saved_profile`] | profiles of earlier runs, to compare reports with |
@@ -17,6 +18,7 @@ pub mod atomic_file;
 pub mod files;
 pub mod flame;
 pub mod folded;
+pub mod format;
 pub mod metrics;
 pub mod perfetto;
 pub mod pprof;

@@ -63,7 +63,7 @@ pub struct SavedProfile {
 }
 
 impl SavedProfile {
-    /// Reads a profile that `--pprof` of the tools wrote, or another program that writes the same values.
+    /// Reads a profile that `--export` of the tools wrote, or another program that writes the same values.
     ///
     /// # Errors
     /// If the file cannot be read, or is not a profile.

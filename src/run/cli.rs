@@ -25,6 +25,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::bpf::kretprobe;
+use crate::export::files::ExportArgs;
+use crate::export::format::FileFormat;
 use crate::export::perfetto::Tracks;
 use crate::parse::{self, UsageError};
 use crate::print::message;
@@ -37,6 +39,15 @@ use crate::stacks::table::MAX_DEPTH;
 
 /// Option that another command has replaced, and the command, in which PID and VALUE are the words of the user.
 pub type Moved = (&'static str, &'static str);
+
+/// Options that --export has replaced.
+const MOVED_TO_EXPORT: [Moved; 5] = [
+    ("--flame", "--export FILE.svg"),
+    ("--flame-base", "--diff OLD.pb.gz"),
+    ("--pprof", "--export FILE.pb.gz"),
+    ("--perfetto", "--export FILE.pftrace"),
+    ("--metrics", "--export FILE.prom"),
+];
 
 /// Parses the arguments, runs the tool, and turns its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
@@ -52,7 +63,16 @@ pub fn main_with<A: Parser>(moved: &[Moved], run: impl FnOnce(A) -> Result<ExitC
     let line: Vec<_> = env::args_os().collect();
     let args = match parse_line(&line) {
         Ok(args) => args,
-        Err(error) => return usage(&error, moved, &line),
+        Err(error) => {
+            let mut moved = moved.to_vec();
+            if A::command()
+                .get_arguments()
+                .any(|arg| arg.get_id() == "export")
+            {
+                moved.extend(MOVED_TO_EXPORT);
+            }
+            return usage(&error, &moved, &line);
+        }
     };
     inherited::save_and_override();
     set_mmap_threshold();
@@ -188,14 +208,9 @@ pub struct CommonArgs {
     #[arg(help_heading = "Output", short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 
-    /// Also write a timeline for ui.perfetto.dev
-    #[arg(
-        help_heading = "Output",
-        hide_short_help = true,
-        long,
-        value_name = "FILE.pftrace"
-    )]
-    pub perfetto: Option<PathBuf>,
+    /// The files of --export.
+    #[command(flatten)]
+    pub export: ExportArgs,
 
     /// Print on stderr how events are traced, and messages of libbpf
     #[arg(help_heading = "General", hide_short_help = true, short, long)]
@@ -222,7 +237,7 @@ impl CommonArgs {
         self.output.is_none() && io::stdout().is_terminal()
     }
 
-    /// Begins a tool: calls [`start`], and creates the timeline, if one is asked for.
+    /// Opens the output, as [`start`] does, and creates the timeline file if requested.
     ///
     /// # Errors
     /// If a file cannot be written to.
@@ -236,7 +251,7 @@ impl CommonArgs {
     /// If a file cannot be written to.
     pub fn start_as<'a>(&self, format: Format) -> Result<(Poller<'a>, Output)> {
         let (poller, output) = start(format, self.output.as_deref())?;
-        let output = match &self.perfetto {
+        let output = match self.export.sole(FileFormat::Perfetto)? {
             Some(path) => output.with_timeline(Tracks::create(path, message::tool())?),
             None => output,
         };

@@ -275,7 +275,7 @@ impl fmt::Display for Losses {
             ),
             (
                 self.deep_stacks,
-                "stack tails (deeper than --perf-max-stack-depth)",
+                "stack tails (deeper than the frame limit)",
             ),
             (
                 self.lookups,

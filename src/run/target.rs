@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Result;
 
 use crate::bpf::kernel_support;
-use crate::export::files::ExportArgs;
+use crate::export::files::{ExportArgs, ProfileArgs};
 use crate::parse::UsageError;
 use crate::print::text;
 use crate::process::command::{CommandLine, HeldCommand};
@@ -136,14 +136,14 @@ impl Target {
         &self.filter
     }
 
-    /// Creates a symbolizer for what is traced, with the source lines that `export` asks for. Call this before the
+    /// Creates a symbolizer for what is traced, with the source lines that `profile` and the files of `export` need. Call this before the
     /// probes are live.
     ///
     /// # Errors
     /// If the kernel's log of mappings cannot be opened, a process has exited, or servers that are to be asked for
     /// debug information cannot be asked.
-    pub fn symbolizer(&self, export: &ExportArgs) -> Result<Symbolizer> {
-        export.with_source(Symbolizer::new(self.code()?))
+    pub fn symbolizer(&self, profile: &ProfileArgs, export: &ExportArgs) -> Result<Symbolizer> {
+        profile.with_source(Symbolizer::new(self.code()?), export)
     }
 
     fn code(&self) -> Result<TracedCode> {

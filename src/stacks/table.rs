@@ -136,7 +136,7 @@ impl WalkEnd {
     pub fn truncated(self, module: Option<&str>) -> Option<String> {
         Some(match self {
             Self::Root => return None,
-            Self::Depth => "deeper than --perf-max-stack-depth".into(),
+            Self::Depth => "deeper than the frame limit".into(),
             Self::NoTables => "by frame pointers alone".into(),
             Self::NoRule => format!("no unwind info: {}", module.unwrap_or("generated code")),
             Self::NoCode => "called from no known code".into(),
@@ -349,7 +349,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         let entries = filled.next_capacity(self.max_entries);
         let sizes = (size_of::<u64>(), size_of::<types::stack>());
         let map = map_create::create(MapType::Hash, "stacks", sizes, entries, 0)
-            .context("not enough memory for more stacks; lower --stack-storage-size")?;
+            .context("not enough memory for the stack table")?;
         self.fill_level
             .reset(0, fill_level::growth_threshold(0, entries))?;
         let fd = map.as_fd().as_raw_fd();

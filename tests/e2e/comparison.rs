@@ -43,7 +43,7 @@ fn leak(build: &str, blocks: u64, options: &[&str]) -> Result<ToolOutput> {
 fn earlier(folder: &Path, blocks: u64) -> Result<(String, Value)> {
     let path = folder.join(format!("{blocks}.pb.gz"));
     let path = path.to_str().context("no UTF-8")?.to_owned();
-    let ended = leak("alloc", blocks, &["--pprof", &path])?;
+    let ended = leak("alloc", blocks, &["--export", &path])?;
     ensure!(ended.status.success(), "{ended:?}");
     Ok((path, one(&ended, "report")?))
 }
@@ -70,7 +70,7 @@ fn builds_are_compared_by_the_names_of_functions() -> Result<()> {
     let new = new.to_str().context("no UTF-8")?;
     // The two builds have the same source, but other addresses and another way to call.
     for build in ["alloc", "alloc-nopie"] {
-        let ended = leak(build, 53, &["--diff", &old, "--pprof", new, "-T", "1000"])?;
+        let ended = leak(build, 53, &["--diff", &old, "--export", new, "-T", "1000"])?;
         ensure!(ended.status.success(), "{ended:?}");
         let (report, sums) = (one(&ended, "report")?, one(&ended, "difference")?);
         let changes = export::rows(&ended, "change")?;
@@ -164,7 +164,7 @@ fn what_cannot_be_compared_is_refused_before_the_trace() -> Result<()> {
     fs::write(&text, "no profile\n")?;
     let calls = path("calls.pb.gz")?;
     let command = "sh -c :";
-    let ended = harness::run("brkstack", &["-c", command, "--pprof", &calls])?;
+    let ended = harness::run("brkstack", &["-c", command, "--export", &calls])?;
     ensure!(ended.status.success(), "{ended:?}");
     let touch = format!("touch {ran}");
     for (profile, reason) in [
@@ -172,17 +172,18 @@ fn what_cannot_be_compared_is_refused_before_the_trace() -> Result<()> {
         (&text, "it is no profile of pprof's format"),
         (&calls, "is of brk_calls, not of inuse_objects"),
     ] {
-        for option in ["--diff", "--flame-base"] {
-            let svg = path("a.svg")?;
-            let mut args = vec!["-c", &touch, option, profile];
-            if option == "--flame-base" {
-                // The values of a profile are checked only when the flame graph is drawn.
-                if profile == &calls {
-                    continue;
-                }
-                args.extend(["--flame", &svg]);
+        let svg = path("a.svg")?;
+        for (tool, files) in [
+            ("memleak", &[][..]),
+            ("memleak", &["--export", &svg]),
+            ("faults", &["--export", &svg]),
+        ] {
+            // The other tools check the values of a profile when they write the flame graph.
+            if profile == &calls && tool != "memleak" {
+                continue;
             }
-            let ended = harness::run("memleak", &args)?;
+            let args = [&["-c", &touch, "--diff", profile], files].concat();
+            let ended = harness::run(tool, &args)?;
             ensure!(ended.status.code() == Some(1), "{ended:?}");
             ensure!(ended.stderr.contains(reason), "{reason}: {ended:?}");
             ensure!(!Path::new(&ran).exists(), "{profile}: the command was run");
@@ -192,11 +193,13 @@ fn what_cannot_be_compared_is_refused_before_the_trace() -> Result<()> {
         &["--diff", &calls, "--fail-on", "growth<1"][..],
         &["--fail-on", "growth>1"],
         &["--diff", &calls, "--folded"],
-        &["--flame-base", &calls],
     ] {
         let ended = harness::run("memleak", &[&["-c", &touch], wrong].concat())?;
         ensure!(ended.status.code() == Some(2), "{wrong:?}: {ended:?}");
     }
+    let without_graph = ["-c", &touch, "--diff", &calls, "--export", "/tmp/x.pb.gz"];
+    let ended = harness::run("faults", &without_graph)?;
+    ensure!(ended.status.code() == Some(2), "{ended:?}");
     Ok(())
 }
 
@@ -207,7 +210,7 @@ fn a_flame_graph_shows_what_has_grown() -> Result<()> {
     let path = svg.to_str().context("no UTF-8")?;
     let mut colors = Vec::new();
     for blocks in [53, 31, 7] {
-        let ended = leak("alloc", blocks, &["--flame", path, "--flame-base", &old])?;
+        let ended = leak("alloc", blocks, &["--export", path, "--diff", &old])?;
         ensure!(ended.status.success(), "{ended:?}");
         let image = fs::read_to_string(&svg)?;
         ensure!(image.contains("red has grown, blue has shrunk"), "{image}");
@@ -253,7 +256,7 @@ fn reports_of_the_kernel_are_compared() -> Result<()> {
         ensure!(ended.status.success(), "{ended:?}");
         Ok(ended)
     };
-    let before = one(&run(&["--pprof", old])?, "report")?;
+    let before = one(&run(&["--export", old])?, "report")?;
     let ended = run(&["--diff", old])?;
     let (sums, report) = (one(&ended, "difference")?, one(&ended, "report")?);
     ensure!(sums["earlier_bytes"] == before["bytes"], "{sums}: {before}");

@@ -153,7 +153,7 @@ fn stacks_show_who_stalled() -> Result<()> {
     let folder = harness::scratch()?;
     let flame = folder.path().join("a.svg");
     let flame = flame.to_str().context("not UTF-8")?;
-    let options = ["--memcg", "-j", "--stack", "--flame", flame];
+    let options = ["--memcg", "-j", "--stack", "--export", flame];
     let tool = start(&[&options[..], &["-p", &writer.pid()]].concat())?;
     writer.write()?;
     let rows = rows(&tool.interrupt()?)?;

@@ -44,7 +44,7 @@ impl Files {
     /// Returns the options that ask for a flame graph and a profile.
     fn options(&self) -> Result<[String; 4]> {
         let (flame, pprof) = (self.path("a.svg")?, self.path("a.pb.gz")?);
-        Ok(["--flame".into(), flame, "--pprof".into(), pprof])
+        Ok(["--export".into(), flame, "--export".into(), pprof])
     }
 
     /// Reads the flame graph, after an XML parser has found it well-formed.
@@ -242,7 +242,7 @@ fn a_profile_is_as_its_format_is_published() -> Result<()> {
     group.add(&program.pid())?;
     let mut tool = Tool::start(
         "memleak",
-        &["-p", &program.pid(), "-o", "0", "--pprof", &path, "60"],
+        &["-p", &program.pid(), "-o", "0", "--export", &path, "60"],
     )?;
     tool.wait_for_stderr("probes in")?;
     program.work()?;

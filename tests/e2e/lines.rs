@@ -178,7 +178,7 @@ fn profiles_have_lines_unasked() -> Result<()> {
     let path = |name: &str| folder.path().join(name).to_str().map(str::to_owned);
     let (profile, flame) = (path("a.pb.gz"), path("a.svg"));
     let (profile, flame) = (profile.context("UTF-8")?, flame.context("UTF-8")?);
-    let options = ["-o", "0", "--pprof", &profile, "--flame", &flame, "60"];
+    let options = ["-o", "0", "--export", &profile, "--export", &flame, "60"];
     let ended = trace(&mut workload("lines"), "memleak", &options, &[])?;
     ensure!(!ended.stdout.contains("inner"), "{}", ended.stdout);
 

@@ -1,4 +1,4 @@
-//! `--metrics`: the file, compared with the rows of the same run, and as Prometheus' own client reads it.
+//! `--export FILE.prom`: the file, compared with the rows of the same run, and as Prometheus' own client reads it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,6 +7,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 use serde_json::Value;
 
 use crate::harness::{self, Tool, ToolOutput, Workload, eventually, workload};
@@ -137,7 +139,7 @@ fn page_faults_by_task() -> Result<()> {
     let file = folder.path().join("faults.prom");
     let path = file.to_string_lossy();
     let command = format!("'{}' 1009", workload("minor").display());
-    let args = ["--by-process", "-j", "--metrics", &path, "-c", &command];
+    let args = ["--by-process", "-j", "--export", &path, "-c", &command];
     for (option, family, field) in [
         (&[][..], "memtools_page_faults_total", "/faults"),
         (&["--bytes"], "memtools_page_faults_bytes_total", "/bytes"),
@@ -161,7 +163,7 @@ fn page_faults_by_file() -> Result<()> {
     let file = folder.path().join("ffaults.prom");
     let path = file.to_string_lossy();
     let command = format!("'{}' 1009", workload("minor").display());
-    let args = ["-j", "--metrics", &path, "-c", &command];
+    let args = ["-j", "--export", &path, "-c", &command];
     for (options, shown) in [(&[][..], None), (&["--top", "1"], Some(1))] {
         let ended = harness::run("ffaults", &[options, &args].concat())?;
         let rows = of_rows(&objects(&ended)?, "file", "/faults", "/file");
@@ -182,7 +184,7 @@ fn madvise_by_task() -> Result<()> {
     let file = folder.path().join("hfaults.prom");
     let mut workload = Workload::start("thp", &["3", "dontneed"])?;
     let path = file.to_string_lossy();
-    let args = ["--madvise", "-p", &workload.pid(), "--metrics", &path];
+    let args = ["--madvise", "-p", &workload.pid(), "--export", &path];
     let mut tool = Tool::start("hfaults", &args)?;
     tool.wait_for_stderr("tracing madvise")?;
     workload.work()?;
@@ -211,7 +213,7 @@ fn reclaim_and_kills_in_a_cgroup() -> Result<()> {
     let start = |tool: &str, args: &[&str], ready: &str| -> Result<Tool> {
         let path = file(tool);
         let path = path.to_string_lossy();
-        let args = [&["-j", "-p", &pid, "--metrics", &path], args].concat();
+        let args = [&["-j", "-p", &pid, "--export", &path], args].concat();
         let mut tool = Tool::start(tool, &args)?;
         tool.wait_for_stderr(ready)?;
         Ok(tool)
@@ -301,7 +303,7 @@ fn swapped_pages_by_task() -> Result<()> {
     let path = file.to_string_lossy();
     let _swap = Swap::on("256M")?;
     let mut workload = Workload::start("pageout", &["1009"])?;
-    let mut tool = Tool::start("swapin", &["-j", "-s", "--out", "--metrics", &path])?;
+    let mut tool = Tool::start("swapin", &["-j", "-s", "--out", "--export", &path])?;
     tool.wait_for_stderr("tracing swap ins")?;
     workload.work()?;
     let rows = objects(&tool.interrupt()?)?;
@@ -336,7 +338,7 @@ fn names_of_others_are_labels() -> Result<()> {
     let path = file.to_string_lossy();
     let mut other = Workload::spawn(Command::new(&program).arg("101"))?;
     let pid = other.pid();
-    let args = ["--by-process", "-j", "-p", &pid, "--metrics", &path];
+    let args = ["--by-process", "-j", "-p", &pid, "--export", &path];
     let mut tool = Tool::start("faults", &args)?;
     tool.wait_for_stderr("tracing page faults")?;
     other.work()?;
@@ -356,7 +358,7 @@ fn the_file_grows_while_it_traces() -> Result<()> {
     let path = file.to_string_lossy();
     let mut workload = Workload::start("minor", &["1009"])?;
     let pid = workload.pid();
-    let args = ["--by-process", "-p", &pid, "--metrics", &path, "0.6"];
+    let args = ["--by-process", "-p", &pid, "--export", &path, "0.6"];
     let mut tool = Tool::start("faults", &args)?;
     tool.wait_for_stderr("tracing page faults")?;
     ensure!(file.exists(), "no file from the start");
@@ -385,7 +387,7 @@ fn what_cannot_be_written_is_told() -> Result<()> {
         ("ffaults", &["-d", "0.1"]),
         ("faults", &["--by-process", "-d", "0.1"]),
     ] {
-        let args = [args, &["--metrics", "/nonexistent/x.prom"]].concat();
+        let args = [args, &["--export", "/nonexistent/x.prom"]].concat();
         let ended = harness::run(tool, &args)?;
         ensure!(ended.status.code() == Some(1), "{tool}: {ended:?}");
         ensure!(
@@ -394,18 +396,20 @@ fn what_cannot_be_written_is_told() -> Result<()> {
         );
     }
     for (tool, args) in [
-        ("faults", &["--metrics", "x.prom"][..]),
-        ("vmscan", &["--counts", "--metrics", "x.prom"]),
-        ("vmscan", &["--trace-compaction", "--metrics", "x.prom"]),
+        ("faults", &["--export", "x.prom"][..]),
+        ("vmscan", &["--counts", "--export", "x.prom"]),
+        ("vmscan", &["--trace-compaction", "--export", "x.prom"]),
     ] {
         let ended = harness::run(tool, args)?;
         ensure!(ended.status.code() == Some(2), "{tool}: {ended:?}");
     }
-    // A device would be replaced by a file, so it is refused.
-    let ended = harness::run(
-        "faults",
-        &["--by-process", "-d", "0.1", "--metrics", "/dev/full"],
-    )?;
+    // A FIFO would be replaced by a file, so it is refused.
+    let folder = harness::scratch()?;
+    let fifo = folder.path().join("x.prom");
+    mkfifo(&fifo, Mode::S_IRWXU)?;
+    let fifo = fifo.to_str().context("not UTF-8")?;
+    let args = ["--by-process", "-d", "0.1", "--export", fifo];
+    let ended = harness::run("faults", &args)?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
     Ok(())
 }

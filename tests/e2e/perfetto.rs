@@ -1,4 +1,4 @@
-//! `--perfetto`: timelines, decoded by the schema that Perfetto publishes, against the rows of the same run.
+//! `--export FILE.pftrace`: timelines, decoded by the schema that Perfetto publishes, against the rows of the same run.
 
 mod files;
 
@@ -235,7 +235,7 @@ impl Timeline {
 /// Starts a tool on a process, with a timeline.
 fn start(tool: &str, pid: &str, file: &Path, args: &[&str], live: &str) -> Result<Tool> {
     let file = file.to_str().context("not UTF-8")?;
-    let args = [&["-j", "-p", pid, "--perfetto", file], args].concat();
+    let args = [&["-j", "-p", pid, "--export", file], args].concat();
     let mut tool = Tool::start(tool, &args)?;
     tool.wait_for_stderr(live)?;
     Ok(tool)

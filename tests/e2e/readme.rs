@@ -52,7 +52,7 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
     let program = format!("{} hold", workload("alloc").display());
     let folder = harness::scratch()?;
     let old = folder.path().join("old.pb.gz").display().to_string();
-    harness::run("memleak", &["-o", "0", "-c", &program, "--pprof", &old])?;
+    harness::run("memleak", &["-o", "0", "-c", &program, "--export", &old])?;
     let truth = folder.path().join("types").display().to_string();
     let mut with_heap = Workload::start("types-stripped", &["23", &truth])?;
     with_heap.work()?;

@@ -484,7 +484,7 @@ fn deep_recursion_is_cut() -> Result<()> {
         "{entry:x?}\nis not\n{own:x?}"
     );
     ensure!(
-        entry.truncated && entry.truncated_because == "deeper than --perf-max-stack-depth",
+        entry.truncated && entry.truncated_because == "deeper than the frame limit",
         "{entry:?}"
     );
     let unwinding = rows.iter().find(|row| row["type"] == "unwinding");

@@ -63,7 +63,7 @@ impl Example {
     /// Traces the faulty program, and draws a picture.
     fn draw(&self, name: &str, tool: &str, options: &[&str]) -> Result<(ToolOutput, String)> {
         let file = self.path(name)?;
-        let ended = self.trace("loopleak", tool, &[&["--flame", &*file], options].concat())?;
+        let ended = self.trace("loopleak", tool, &[&["--export", &*file], options].concat())?;
         ensure!(ended.status.success(), "{ended:?}");
         if let Some(folder) = env::var_os("MEMTOOLS_PICTURES") {
             fs::copy(&file, Path::new(&folder).join(name))?;
@@ -146,7 +146,7 @@ fn the_mended_program_has_neither() -> Result<()> {
     let ended = example.trace(
         "loopleak",
         "memleak",
-        &["-o", "0", "--pprof", &before, "60"],
+        &["-o", "0", "--export", &before, "60"],
     )?;
     ensure!(ended.status.success(), "{ended:?}");
     let (_, bytes) = export::top(&before, "inuse_space")?;
@@ -163,7 +163,7 @@ fn the_mended_program_has_neither() -> Result<()> {
     example.trace(
         "loopleak-fixed",
         "memleak",
-        &["-o", "0", "--pprof", &after, "60"],
+        &["-o", "0", "--export", &after, "60"],
     )?;
     let options = ["-o", "0", "--diff", &after, "--fail-on", "growth>1M", "60"];
     let ended = example.trace("loopleak", "memleak", &options)?;
@@ -192,7 +192,7 @@ fn a_browser_shows_and_searches_the_pictures() -> Result<()> {
     const FOUND: &str = "fill=\"rgb(230,0,230)\"";
     let example = Example::new()?;
     let drawn = example.path("new.svg")?;
-    let options = ["-o", "0", "--flame", &drawn, "60"];
+    let options = ["-o", "0", "--export", &drawn, "60"];
     example.trace("loopleak", "memleak", &options)?;
     for picture in [PathBuf::from(&drawn), docs().join("memleak.svg")] {
         let url = format!("file://{}", picture.display());

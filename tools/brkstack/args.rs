@@ -1,6 +1,8 @@
 //! The options of brkstack.
 
 use clap::Parser;
+use memtools::export::format::{self, FileFormat};
+use memtools::parse::UsageError;
 use memtools::print::output::Format;
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::CommonArgs;
@@ -15,12 +17,13 @@ use crate::calls::StackParts;
     name = "brkstack",
     version,
     mut_arg("container", |container| container.requires("events")),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_STACKS)),
     after_help = "\
 examples:
   brkstack
                                count all calls until Ctrl-C, and print their
                                stacks
-  brkstack -d 10 --flame brk.svg
+  brkstack -d 10 --export brk.svg
                                draw them as a flame graph
   brkstack --bytes -p 1234     the bytes by which the heap of process 1234 grows
   brkstack 1                   what happened, every second
@@ -45,7 +48,7 @@ pub(crate) struct Args {
     pub(crate) bytes: bool,
 
     /// Print a line for each call instead of counts
-    #[arg(long, conflicts_with_all = ["bytes", "folded", "text", "perpid", "annotations", "top", "interval", "interval_option", "offsets", "addresses", "flame", "pprof"])]
+    #[arg(long, conflicts_with_all = ["bytes", "folded", "text", "perpid", "annotations", "top", "interval", "interval_option", "offsets", "addresses"])]
     pub(crate) events: bool,
 
     /// Show user stacks: the default without -K or --events
@@ -67,6 +70,15 @@ pub(crate) struct Args {
 }
 
 impl Args {
+    /// Refuses files that --events does not write: it counts nothing.
+    pub(crate) fn check(&self) -> Result<(), UsageError> {
+        if self.events {
+            let export = &self.common.export;
+            export.expect("with --events", &[FileFormat::Perfetto])?;
+        }
+        Ok(())
+    }
+
     /// Returns the output format.
     pub(crate) fn format(&self) -> Format {
         if self.events {
@@ -154,6 +166,11 @@ mod tests {
             "--container",
             "0",
         ]);
+        for (file, accepted) in [("a.pftrace", true), ("a.svg", false), ("a.folded", false)] {
+            let args = ["brkstack", "--events", "--export", file];
+            let args = Args::try_parse_from(args).expect(file);
+            assert_eq!(args.check().is_ok(), accepted, "{file}");
+        }
         let args = Args::try_parse_from(["brkstack", "-UKaPp", "1,2", "0.5"]).expect("valid");
         assert!(args.kernel_stacks && args.target.filter.pid == [1, 2]);
         let args = Args::try_parse_from(["brkstack", "-UsPTi", "5", "-D", "10"]).expect("valid");

@@ -34,16 +34,20 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
+    args.check()?;
     kernel_support::preflight()?;
     kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
-    let exports = args.stacks.export.prepare(args.target.to_string())?;
+    let exports = args
+        .stacks
+        .profile
+        .prepare(&args.common.export, args.target.to_string())?;
     let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     target::warn_if_interval_is_pid(args.stacks.interval(), &args.target.filter.pid);
     let tracepoints = args.programs(kernel_support::system_call_programs_lack_kernel_stacks());
     let mut skel = load(&args, target.filter(), tracepoints)?;
-    let symbolizer = target.symbolizer(&args.stacks.export)?;
+    let symbolizer = target.symbolizer(&args.stacks.profile, &args.common.export)?;
     let unwinder = args
         .user_stacks()
         .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))

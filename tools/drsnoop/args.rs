@@ -1,8 +1,8 @@
 //! Command line of drsnoop.
 
 use clap::Parser;
-use memtools::export::files::ExportArgs;
-use memtools::export::metrics::MetricsArgs;
+use memtools::export::files::ProfileArgs;
+use memtools::export::format::{self, FileFormat};
 use memtools::parse;
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::CommonArgs;
@@ -17,6 +17,7 @@ use crate::row::Columns;
     name = "drsnoop",
     version,
     mut_arg("verbose", |verbose| verbose.help("Add FREE(KB), the free memory when the reclaim began").help_heading("Report").hide_short_help(false)),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::ALL)),
     after_help = "\
 examples:
   drsnoop                      a line for each direct reclaim
@@ -27,7 +28,7 @@ examples:
                                flags and cgroups
   drsnoop --container          with the container or systemd unit of each
   drsnoop --stack -n java      what the stalled tasks were doing
-  drsnoop --flame stalls.svg   the time lost, drawn by stack
+  drsnoop --export stalls.svg  the time lost, drawn by stack
   drsnoop --hist -d 60         a minute, and the latencies' histogram"
 )]
 pub(crate) struct Args {
@@ -74,10 +75,7 @@ pub(crate) struct Args {
     pub(crate) hist: bool,
 
     #[command(flatten)]
-    pub(crate) export: ExportArgs,
-
-    #[command(flatten)]
-    pub(crate) metrics: MetricsArgs,
+    pub(crate) profile: ProfileArgs,
 
     #[command(flatten)]
     pub(crate) containers: ContainerArgs,
@@ -104,7 +102,7 @@ impl Args {
     }
 
     pub(crate) fn wants_stacks(&self) -> bool {
-        self.stack || self.export.is_enabled()
+        self.stack || self.common.export.has_profiles()
     }
 
     /// Describes the target in words.

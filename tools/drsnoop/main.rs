@@ -38,15 +38,17 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(false);
-    let exports = args.export.prepare(args.target_description())?;
-    let metrics = args.metrics.open(&printer::METRICS)?;
+    let exports = args
+        .profile
+        .prepare(&args.common.export, args.target_description())?;
+    let metrics = args.common.export.metrics(&printer::METRICS)?;
     let (mut poller, output) = args.common.start()?;
     let mut target = Target::choose_thread(&args.target, args.tid, TaskKind::All)?;
     let symbolizer = args
         .wants_stacks()
         .then(|| {
-            args.export
-                .with_source(Symbolizer::new(TracedCode::of_all_processes()?))
+            let symbolizer = Symbolizer::new(TracedCode::of_all_processes()?);
+            args.profile.with_source(symbolizer, &args.common.export)
         })
         .transpose()?;
     let (how, (skel, links)) = attach::start(&args, target.filter())?;

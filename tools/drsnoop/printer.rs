@@ -27,7 +27,7 @@ use crate::bpf::Loaded;
 use crate::bpf::types::{event, reclaim_kind};
 use crate::row::{Columns, Kind, Row};
 
-/// Families that --metrics writes.
+/// Families that --export writes.
 pub(crate) static METRICS: [&Family; 3] = [&STALLS, &STALLED, &RECLAIMED];
 
 static STALLS: Family = Family {

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use memtools::export::metrics::{Family, MetricsArgs};
+use memtools::export::format::{self, FileFormat};
+use memtools::export::metrics::Family;
 use memtools::parse;
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::CommonArgs;
@@ -17,6 +18,7 @@ use crate::report::{FAULTS, MAJOR};
     name = "ffaults",
     version,
     mut_arg("container", |container| container.requires("by_process")),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_SUMS)),
     after_help = "\
 examples:
   ffaults
@@ -62,9 +64,6 @@ pub(crate) struct Args {
     pub(crate) timestamp: bool,
 
     #[command(flatten)]
-    pub(crate) metrics: MetricsArgs,
-
-    #[command(flatten)]
     pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
@@ -94,7 +93,7 @@ impl Args {
         self.by_process && self.containers.wanted(self.common.json)
     }
 
-    /// Returns the metric families that --metrics writes. Only the event without --type never knows major faults.
+    /// Returns the metric families that --export writes. Only the event without --type never knows major faults.
     pub(crate) fn families(&self) -> Vec<&'static Family> {
         if self.hook == Some(Hook::Event) && !self.r#type {
             vec![&FAULTS]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::Parser;
-use memtools::export::metrics::MetricsArgs;
+use memtools::export::format::{self, FileFormat};
 use memtools::parse;
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::CommonArgs;
@@ -14,6 +14,7 @@ use memtools::run::target::TargetArgs;
 #[command(
     name = "hfaults",
     version,
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_SUMS)),
     after_help = "\
 examples:
   hfaults
@@ -46,9 +47,6 @@ pub(crate) struct Args {
     /// Print the time before each report
     #[arg(short = 'T', long)]
     pub(crate) timestamp: bool,
-
-    #[command(flatten)]
-    pub(crate) metrics: MetricsArgs,
 
     #[command(flatten)]
     pub(crate) containers: ContainerArgs,

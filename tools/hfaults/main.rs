@@ -53,7 +53,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
     let family = if args.madvise { &MADVISE } else { &FAULTS };
-    let mut metrics = args.metrics.open(&[family])?;
+    let mut metrics = args.common.export.metrics(&[family])?;
     let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     target::warn_if_interval_is_pid(args.interval, &args.target.filter.pid);

@@ -7,6 +7,7 @@ use anyhow::Result;
 use clap::{Parser, ValueEnum};
 use clap_complete::engine::ArgValueCompleter;
 use memtools::export::files::{ExportArgs, Exports};
+use memtools::export::format::{self, FileFormat};
 use memtools::export::perfetto::Heaps;
 use memtools::parse::{self, UsageError};
 use memtools::print::message;
@@ -20,6 +21,7 @@ use memtools::run::poll::Poller;
 use memtools::run::skeleton::StackCapacity;
 use memtools::run::target::TargetArgs;
 use memtools::serve::address::ServeArgs;
+use memtools::stacks::symbolize::SourceArgs;
 use memtools::stacks::table;
 use memtools::stacks::unwind::UnwindArgs;
 
@@ -60,6 +62,7 @@ const GENERAL: &str = "General";
     name = "memleak",
     version,
     mut_arg("container", |container| container.conflicts_with("folded")),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_STACKS)),
     after_help = "\
 examples:
   memleak -p 1234              what process 1234 has not freed, every 5 seconds
@@ -74,7 +77,7 @@ examples:
   memleak -p 1234 --alloc 'server:pool_get(size=arg1)' --free server:pool_put
                                blocks of the program's own pool too
   memleak -p 1234 -o 60000     only what is older than a minute
-  memleak -p 1234 60 1 --flame leak.svg --pprof leak.pb.gz
+  memleak -p 1234 60 1 --export leak.svg --export leak.pb.gz
                                draw it, and keep it for `go tool pprof`
   memleak -p 1234 --serve 6060
                                show it at http://127.0.0.1:6060/
@@ -190,7 +193,7 @@ pub(crate) struct Args {
     /// Probe each function at its entry
     ///
     /// By default, a probe is a few instructions on if that costs less.
-    #[arg(hide_short_help = true, help_heading = EVENTS, long)]
+    #[arg(hide = true, help_heading = EVENTS, long)]
     pub(crate) no_placement: bool,
 
     /// Quantity: leak, alloc, churn or peak [default: leak]
@@ -260,9 +263,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) export: ExportArgs,
 
-    /// Also write a timeline for ui.perfetto.dev
-    #[arg(hide_short_help = true, help_heading = OUTPUT, long, value_name = "FILE.pftrace")]
-    pub(crate) perfetto: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) source: SourceArgs,
 
     #[command(flatten, next_help_heading = OUTPUT)]
     pub(crate) difference: DifferenceArgs,
@@ -282,20 +284,20 @@ pub(crate) struct Args {
     pub(crate) unwind: UnwindArgs,
 
     /// Maximum number of frames of a stack
-    #[arg(hide_short_help = true, help_heading = STACKS, long, value_name = "N", default_value_t = table::MAX_DEPTH, value_parser = cli::stack_depth)]
+    #[arg(hide = true, help_heading = STACKS, long, value_name = "N", default_value_t = table::MAX_DEPTH, value_parser = cli::stack_depth)]
     pub(crate) perf_max_stack_depth: u32,
 
     /// Maximum number of distinct stacks
     ///
     /// Memory for them is allocated at the start. [default: as many as a quarter of
     /// --mem-limit allows, on demand]
-    #[arg(hide_short_help = true, help_heading = STACKS, long, value_name = "N", value_parser = parse::count::<u32>)]
+    #[arg(hide = true, help_heading = STACKS, long, value_name = "N", value_parser = parse::count::<u32>)]
     pub(crate) stack_storage_size: Option<u32>,
 
     /// Maximum number of blocks
     ///
     /// Memory for them is allocated at the start. [default: as many as --mem-limit allows]
-    #[arg(hide_short_help = true, help_heading = STACKS, long, value_name = "N", value_parser = parse::count::<u32>)]
+    #[arg(hide = true, help_heading = STACKS, long, value_name = "N", value_parser = parse::count::<u32>)]
     pub(crate) max_allocs: Option<u32>,
 
     /// Maximum memory for blocks, stacks and reports
@@ -378,6 +380,10 @@ impl Args {
                     .into(),
             ));
         }
+        if self.kernel.by_cache {
+            self.export
+                .expect("with --by-cache", &[FileFormat::Perfetto])?;
+        }
         self.verdict.moment = self.verdict.check(&self)?;
         Ok(self)
     }
@@ -425,8 +431,9 @@ impl Args {
     /// # Errors
     /// If a file cannot be written to.
     pub(crate) fn exports(&self) -> Result<Exports> {
-        let exports = self.export.prepare(self.target())?;
-        Ok(match &self.perfetto {
+        let earlier = self.difference.diff.as_deref();
+        let exports = self.export.prepare(earlier, self.target())?;
+        Ok(match self.export.sole(FileFormat::Perfetto)? {
             Some(path) => exports.with(Heaps::create(path, message::tool())?),
             None => exports,
         })
@@ -434,7 +441,7 @@ impl Args {
 
     /// Whether anything is made of reports that always has source lines, such as a profile.
     pub(crate) fn makes_profiles(&self) -> bool {
-        self.export.is_enabled() || self.difference.diff.is_some() || self.serve.serve.is_some()
+        self.export.has_profiles() || self.difference.diff.is_some() || self.serve.serve.is_some()
     }
 
     /// Starts the tool: see [`cli::start`].

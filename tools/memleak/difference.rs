@@ -24,8 +24,9 @@ const FORBIDDEN: u8 = 3;
 pub(crate) struct DifferenceArgs {
     /// Also show the change of each stack since this profile
     ///
-    /// OLD.pb.gz is a file that an earlier run wrote with --pprof, of this or another build: stacks are compared by the
-    /// names of functions.
+    /// OLD.pb.gz is a file that an earlier run wrote with --export, of this or another build: stacks are compared by
+    /// the names of functions. An exported flame graph has the colors of the change: red stacks have grown, blue stacks
+    /// have shrunk.
     #[arg(hide_short_help = true, long, value_name = "OLD.pb.gz", conflicts_with_all = ["folded", "by_cache", "trace"])]
     pub(crate) diff: Option<PathBuf>,
 

@@ -96,10 +96,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let server = server.transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
-    let mut symbolizer = target.symbolizer()?.with_source(
-        args.export.source,
-        args.makes_profiles() || wanted.source_lines(),
-    )?;
+    let mut symbolizer = target
+        .symbolizer()?
+        .with_source(args.source, args.makes_profiles() || wanted.source_lines())?;
     let (attached, links, unwinder) = probes::attach(&target, args)?;
     symbolizer.name_interpreters(unwinder.names());
     let rings = Rings::new(&attached)?;
@@ -372,9 +371,7 @@ impl Source for Processes<'_> {
 
     fn print_remedies(&self, losses: &Losses) {
         if losses.entries > 0 {
-            eprintln!(
-                "memleak: more blocks can be recorded with a larger --mem-limit or --max-allocs"
-            );
+            eprintln!("memleak: more blocks can be recorded with a larger --mem-limit");
         }
         if losses.stacks > 0 {
             eprintln!("memleak: stacks were lost: {MORE_STACKS}");

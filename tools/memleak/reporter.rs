@@ -254,7 +254,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         Ok(self.exports.profile(subject, samples))
     }
 
-    /// Makes a report of this moment for clients of --serve, with all stacks, as --pprof would write them. Such a
+    /// Makes a report of this moment for clients of --serve, with all stacks, as --export would write them. Such a
     /// report does not change what the next printed one shows.
     fn served(&mut self) -> Result<ServedReport> {
         let ReportData { totals, .. } = self.source.snapshot(clock::monotonic_ns(), false)?;

@@ -205,7 +205,7 @@ pub(crate) struct Run {
 impl Run {
     pub(crate) fn start(question: &ToolSpec, folder: &TempDir, number: usize) -> Result<Self> {
         let profile = folder.path().join(format!("{number}.pb.gz"));
-        let profiled = ["--pprof".as_ref(), profile.as_os_str()];
+        let profiled = ["--export".as_ref(), profile.as_os_str()];
         let child = start(question.tool, &question.args, &profiled)?;
         Ok(Self::of(question.tool, child, profile))
     }

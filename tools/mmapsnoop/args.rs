@@ -1,7 +1,9 @@
 //! The options of mmapsnoop.
 
-use clap::{ArgGroup, Parser};
-use memtools::export::files::ExportArgs;
+use clap::Parser;
+use memtools::export::files::ProfileArgs;
+use memtools::export::format::{self, FileFormat};
+use memtools::parse::UsageError;
 use memtools::print::output::Format;
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::CommonArgs;
@@ -13,7 +15,7 @@ use memtools::stacks::unwind::UnwindArgs;
 #[command(
     name = "mmapsnoop",
     version,
-    group(ArgGroup::new("weighted").args(["folded", "flame", "pprof"]).multiple(true)),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_STACKS)),
     after_help = "\
 examples:
   mmapsnoop                    every mapping of every process
@@ -25,7 +27,7 @@ examples:
                                unmapping and moving too, with addresses and
                                results
   mmapsnoop -j -d 10 | jq      ten seconds of all that is known
-  mmapsnoop -d 10 --flame mmap.svg >/dev/null   draw what was mapped, by stack"
+  mmapsnoop -d 10 --export mmap.svg >/dev/null  draw what was mapped, by stack"
 )]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -36,7 +38,7 @@ pub(crate) struct Args {
     pub(crate) time: bool,
 
     /// Show only calls that fail, with the error
-    #[arg(short = 'x', long, conflicts_with_all = ["flame", "pprof"])]
+    #[arg(short = 'x', long)]
     pub(crate) failed: bool,
 
     /// Add the result: the mapped address, or the error
@@ -68,15 +70,15 @@ pub(crate) struct Args {
     /// Print folded stacks at the end, weighted by bytes
     ///
     /// The bytes are those that were mapped.
-    #[arg(short, long, conflicts_with_all = ["json", "stack", "failed", "munmap", "perfetto"])]
+    #[arg(short, long, conflicts_with_all = ["json", "stack", "failed", "munmap"])]
     pub(crate) folded: bool,
 
     /// Weight stacks by calls instead of bytes
-    #[arg(long, requires = "weighted")]
+    #[arg(long)]
     pub(crate) calls: bool,
 
     #[command(flatten)]
-    pub(crate) export: ExportArgs,
+    pub(crate) profile: ProfileArgs,
 
     #[command(flatten)]
     pub(crate) containers: ContainerArgs,
@@ -89,9 +91,27 @@ pub(crate) struct Args {
 }
 
 impl Args {
+    /// Refuses files that the mode cannot write, and options without effect.
+    pub(crate) fn check(&self) -> Result<(), UsageError> {
+        let export = &self.common.export;
+        if self.failed {
+            export.expect("with --failed (-x)", &[FileFormat::Perfetto])?;
+        }
+        if self.folded {
+            export.expect("with --folded (-f)", &FileFormat::OF_PROFILES)?;
+        }
+        if self.calls && !self.folded && !export.has_profiles() {
+            return Err(UsageError(format!(
+                "--calls requires --folded (-f), or --export of {}",
+                format::list(&FileFormat::OF_PROFILES)
+            )));
+        }
+        Ok(())
+    }
+
     /// Whether any output needs stacks.
     pub(crate) fn with_stacks(&self) -> bool {
-        self.stack || self.folded || self.export.is_enabled()
+        self.stack || self.folded || self.common.export.has_profiles()
     }
 
     pub(crate) fn format(&self) -> Format {
@@ -127,15 +147,20 @@ mod tests {
 
     #[test]
     fn wrong_usage_is_refused() {
-        cli::assert_refuses::<Args>(&[
-            "-p 0",
-            "-p 1,x",
-            "-d 0",
-            "5",
-            "-f -j",
-            "--calls",
-            "-x --flame f.svg",
-        ]);
+        cli::assert_refuses::<Args>(&["-p 0", "-p 1,x", "-d 0", "5", "-f -j", "--export f.prom"]);
+        for (line, accepted) in [
+            ("--calls", false),
+            ("--calls --export f.pftrace", false),
+            ("--calls --export f.svg", true),
+            ("-x --export f.svg", false),
+            ("-x --export f.pftrace", true),
+            ("-f --export f.pftrace", false),
+            ("-f --export f.folded", true),
+        ] {
+            let args = ["mmapsnoop"].into_iter().chain(line.split(' '));
+            let args = Args::try_parse_from(args).expect(line);
+            assert_eq!(args.check().is_ok(), accepted, "{line}");
+        }
         let args = Args::try_parse_from(["mmapsnoop", "-Txp", "1,2"]).expect("valid");
         assert!(args.time && args.failed && args.target.filter.pid == [1, 2]);
     }

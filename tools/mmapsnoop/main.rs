@@ -34,16 +34,19 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
+    args.check()?;
     kernel_support::preflight()?;
     kernel_support::preflight_tracepoints()?;
     capture_log(args.common.verbose);
-    let exports = args.export.prepare(args.target.to_string())?;
+    let exports = args
+        .profile
+        .prepare(&args.common.export, args.target.to_string())?;
     let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     let mut skel = attach::load(&args, target.filter())?;
     let symbolizer = args
         .with_stacks()
-        .then(|| target.symbolizer(&args.export))
+        .then(|| target.symbolizer(&args.profile, &args.common.export))
         .transpose()?;
     let unwinder = args
         .with_stacks()

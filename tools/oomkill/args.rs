@@ -1,8 +1,8 @@
 //! Command line of oomkill.
 
 use clap::Parser;
-use memtools::export::files::ExportArgs;
-use memtools::export::metrics::MetricsArgs;
+use memtools::export::files::ProfileArgs;
+use memtools::export::format::{self, FileFormat};
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
@@ -13,6 +13,7 @@ use memtools::stacks::unwind::UnwindArgs;
 #[command(
     name = "oomkill",
     version,
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::ALL)),
     after_help = "\
 examples:
   oomkill                      a line for each kill, until Ctrl-C
@@ -31,10 +32,7 @@ pub(crate) struct Args {
     pub(crate) extended: bool,
 
     #[command(flatten)]
-    pub(crate) export: ExportArgs,
-
-    #[command(flatten)]
-    pub(crate) metrics: MetricsArgs,
+    pub(crate) profile: ProfileArgs,
 
     #[command(flatten)]
     pub(crate) containers: ContainerArgs,
@@ -48,7 +46,7 @@ pub(crate) struct Args {
 
 impl Args {
     pub(crate) fn wants_stacks(&self) -> bool {
-        self.extended || self.common.json || self.export.is_enabled()
+        self.extended || self.common.json || self.common.export.has_profiles()
     }
 }
 

@@ -43,15 +43,17 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
-    let exports = args.export.prepare(args.target.to_string())?;
-    let metrics = args.metrics.open(&[&printer::KILLS])?;
+    let exports = args
+        .profile
+        .prepare(&args.common.export, args.target.to_string())?;
+    let metrics = args.common.export.metrics(&[&printer::KILLS])?;
     let (mut poller, output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::All)?;
     let mut symbolizer = args
         .wants_stacks()
         .then(|| {
-            args.export
-                .with_source(Symbolizer::new(TracedCode::of_all_processes()?))
+            let symbolizer = Symbolizer::new(TracedCode::of_all_processes()?);
+            args.profile.with_source(symbolizer, &args.common.export)
         })
         .transpose()?;
     let (how, (skel, links)) = attach::start(&args, target.filter())?;

@@ -14,6 +14,7 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
+use memtools::export::format::{self, FileFormat};
 use memtools::parse;
 use memtools::print::clock::Clock;
 use memtools::process::container::{self, CgroupResolver, ContainerArgs};
@@ -33,6 +34,7 @@ memtools::skeleton!("shmsnoop", ShmsnoopSkelBuilder, stacks: none, plain: [event
 #[command(
     name = "shmsnoop",
     version,
+    mut_arg("export", |export| format::limited_to(export, &[FileFormat::Perfetto])),
     after_help = "\
 examples:
   shmsnoop                     every call of every process

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use clap::Parser;
-use memtools::export::metrics::{Family, MetricsArgs};
+use memtools::export::format::{self, FileFormat};
+use memtools::export::metrics::Family;
 use memtools::parse;
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::CommonArgs;
@@ -16,6 +17,7 @@ use crate::row::{HELD_UP, PAGES_IN, PAGES_OUT, PAGES_ZSWAP};
 #[command(
     name = "swapin",
     version,
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_SUMS)),
     after_help = "\
 examples:
   swapin                       every second, who reads pages back from swap
@@ -55,9 +57,6 @@ pub(crate) struct Args {
     pub(crate) out: bool,
 
     #[command(flatten)]
-    pub(crate) metrics: MetricsArgs,
-
-    #[command(flatten)]
     pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
@@ -73,7 +72,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Returns the metric families that --metrics writes.
+    /// Returns the metric families that --export writes.
     pub(crate) fn families(&self) -> Vec<&'static Family> {
         let asked_for = [
             (true, &PAGES_IN),

@@ -35,7 +35,7 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
-    let mut metrics = args.metrics.open(&args.families())?;
+    let mut metrics = args.common.export.metrics(&args.families())?;
     let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::All)?;
     target::warn_if_interval_is_pid(Some(args.interval), &args.target.filter.pid);

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use clap::{ArgGroup, Parser};
-use memtools::export::metrics::MetricsArgs;
-use memtools::parse;
+use memtools::export::format::{self, FileFormat};
+use memtools::parse::{self, UsageError};
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
@@ -17,9 +17,9 @@ const TERMINAL_HEADER_EVERY: u64 = 20;
 #[command(
     name = "vmscan",
     version,
-    mut_arg("metrics", |metrics| metrics.conflicts_with_all(["counts", "trace_compaction"])),
     mut_arg("container", |container| container.requires("of_tasks")),
     group(ArgGroup::new("of_tasks").args(["trace_compaction", "by_cgroup"])),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_SUMS)),
     after_help = "\
 examples:
   vmscan                       a row a second until Ctrl-C, then the histograms
@@ -94,9 +94,6 @@ pub(crate) struct Args {
     pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
-    pub(crate) metrics: MetricsArgs,
-
-    #[command(flatten)]
     pub(crate) common: CommonArgs,
 
     /// Seconds between rows [default: 1]
@@ -109,6 +106,18 @@ pub(crate) struct Args {
 }
 
 impl Args {
+    /// Refuses metrics in modes that have no rows to sum up.
+    pub(crate) fn check(&self) -> Result<(), UsageError> {
+        let modes = [
+            ("with --counts", self.counts),
+            ("with --trace-compaction", self.trace_compaction),
+        ];
+        match modes.iter().find(|(_, chosen)| *chosen) {
+            Some((mode, _)) => self.common.export.expect(mode, &[FileFormat::Perfetto]),
+            None => Ok(()),
+        }
+    }
+
     /// Returns the number of rows between headers; None for only one header.
     pub(crate) fn rows_per_header(&self, terminal: bool) -> Option<u64> {
         let default = if terminal { TERMINAL_HEADER_EVERY } else { 0 };
@@ -166,6 +175,15 @@ mod tests {
             "-e",
             "--container",
             "--json --header-every 3",
+            "--export f.svg",
         ]);
+        for (line, accepted) in [
+            ("vmscan --export f.prom --export f.pftrace", true),
+            ("vmscan --counts --export f.pftrace", true),
+            ("vmscan --counts --export f.prom", false),
+            ("vmscan --trace-compaction --export f.prom", false),
+        ] {
+            assert_eq!(parse(line).expect(line).check().is_ok(), accepted, "{line}");
+        }
     }
 }

@@ -11,7 +11,7 @@ use crate::attach::Available;
 use crate::bpf::types::{operation as Operation, total};
 use crate::report::{Columns, Interval, Timed};
 
-/// Families that --metrics writes.
+/// Families that --export writes.
 pub(crate) static METRICS: [&Family; 3] = [&OPERATIONS, &WAKEUPS, &WRITTEN];
 
 static OPERATIONS: Family = Family {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::export::files::ExportArgs;
+use crate::export::files::ProfileArgs;
 use crate::parse;
 use crate::print::output::Format;
 use crate::run::cli;
@@ -59,18 +59,18 @@ pub struct StackCountArgs {
     #[arg(short = 'T', long, conflicts_with = "folded")]
     pub timestamp: bool,
 
-    /// The files that reports are written into.
+    /// What the profiles of reports contain.
     #[command(flatten)]
-    pub export: ExportArgs,
+    pub profile: ProfileArgs,
 
     /// Maximum number of frames of a stack
-    #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "N", default_value_t = MAX_DEPTH, value_parser = cli::stack_depth)]
+    #[arg(hide = true, help_heading = "Stacks", long, value_name = "N", default_value_t = MAX_DEPTH, value_parser = cli::stack_depth)]
     pub perf_max_stack_depth: u32,
 
     /// Maximum number of distinct stacks
     ///
     /// Memory for them is allocated at the start. [default: 262144, on demand]
-    #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "N", value_parser = parse::count::<u32>)]
+    #[arg(hide = true, help_heading = "Stacks", long, value_name = "N", value_parser = parse::count::<u32>)]
     pub stack_storage_size: Option<u32>,
 
     /// How stacks are walked.

@@ -166,7 +166,7 @@ impl fmt::Display for Summary {
         let missing = format!("with no unwind info{}", self.named());
         let reasons = [
             (self.by_frame_pointers_alone, without_tables),
-            (depth, "deeper than --perf-max-stack-depth"),
+            (depth, "deeper than the frame limit"),
             (no_unwind_info, &missing),
             (no_code, "called from no known code"),
             (stack, "where the stack is not readable"),

@@ -1,9 +1,11 @@
-//! The files of --flame and --pprof: where they cannot be written, and where there is nothing to write.
+//! The files of --export: where they cannot be written, and where there is nothing to write.
 
 use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 
 use super::{Files, trace};
 use crate::harness::{self, Mounted, Tool, Workload};
@@ -18,6 +20,7 @@ pub(super) fn tests() -> Vec<Trial> {
 }
 
 fn what_cannot_be_written_is_told_at_the_start() -> Result<()> {
+    let folder = harness::scratch()?;
     for tool in [
         "memleak",
         "brkstack",
@@ -26,18 +29,21 @@ fn what_cannot_be_written_is_told_at_the_start() -> Result<()> {
         "drsnoop",
         "oomkill",
     ] {
-        for option in ["--flame", "--pprof"] {
-            for path in ["/nonexistent/x", "/dev/null", "/proc/x"] {
-                let ended = harness::run(tool, &[option, path])?;
-                ensure!(
-                    ended.status.code() == Some(1),
-                    "{tool} {option} {path}: {ended:?}"
-                );
+        for extension in ["svg", "pb.gz", "folded"] {
+            let fifo = folder.path().join("fifo").with_extension(extension);
+            if !fifo.exists() {
+                mkfifo(&fifo, Mode::S_IRWXU)?;
+            }
+            let fifo = fifo.to_str().context("not UTF-8")?;
+            for path in [
+                &*format!("/nonexistent/x.{extension}"),
+                fifo,
+                &*format!("/proc/x.{extension}"),
+            ] {
+                let ended = harness::run(tool, &["--export", path])?;
+                ensure!(ended.status.code() == Some(1), "{tool} {path}: {ended:?}");
                 let told = ended.stderr.contains("failed to write") && ended.stderr.contains(path);
-                ensure!(
-                    told && ended.stdout.is_empty(),
-                    "{tool} {option} {path}: {ended:?}"
-                );
+                ensure!(told && ended.stdout.is_empty(), "{tool} {path}: {ended:?}");
             }
         }
     }
@@ -53,7 +59,7 @@ fn a_full_disk_keeps_the_old_file() -> Result<()> {
     let (pid, file) = (program.pid(), path.to_str().context("not UTF-8")?);
     let profile = folder.path().join("b.pb.gz");
     let profile = profile.to_str().context("not UTF-8")?;
-    let files = ["--flame", file, "--pprof", profile];
+    let files = ["--export", file, "--export", profile];
     let mut tool = Tool::start("brkstack", &[&["-p", &pid], &files[..]].concat())?;
     tool.wait_for_stderr("tracing brk(2)")?;
     program.work()?;

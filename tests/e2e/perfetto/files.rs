@@ -3,6 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 use serde_json::Value;
 
 use super::{Timeline, number, rows, start};
@@ -181,17 +183,20 @@ fn a_full_disk_ends_the_timeline_alone() -> Result<()> {
 }
 
 fn what_cannot_be_written_is_told() -> Result<()> {
+    let folder = harness::scratch()?;
+    let fifo = folder.path().join("a.pftrace");
+    mkfifo(&fifo, Mode::S_IRWXU)?;
+    let fifo = fifo.to_str().context("not UTF-8")?;
     for (tool, args) in [
         ("mmapsnoop", &[][..]),
         ("vmscan", &[]),
         ("memleak", &["-p", "1"]),
     ] {
         for (file, reason) in [
-            ("/dev/null", "no regular file"),
-            ("/", "not the name of a file"),
-            ("/nonexistent/a.pftrace", "No such file"),
+            (fifo, "no regular file"),
+            ("/nonexistent/a.perfetto-trace", "No such file"),
         ] {
-            let ended = harness::run(tool, &[args, &["--perfetto", file]].concat())?;
+            let ended = harness::run(tool, &[args, &["--export", file]].concat())?;
             let told = ended.stderr.contains(file) && ended.stderr.contains(reason);
             ensure!(
                 ended.status.code() == Some(1) && told,

@@ -39,7 +39,7 @@ pub(crate) struct KernelArgs {
     /// Report slab caches instead of stacks
     ///
     /// The change in /proc/slabinfo is beside them.
-    #[arg(hide_short_help = true, long, conflicts_with_all = ["folded", "show_allocs", "extended", "flame", "pprof"])]
+    #[arg(hide_short_help = true, long, conflicts_with_all = ["folded", "show_allocs", "extended"])]
     pub(crate) by_cache: bool,
 
     /// Ignored: the effect of this option is always on
@@ -106,8 +106,8 @@ pub(crate) fn wanted(args: &Args) -> Result<bool> {
         ("--python-objects", args.python_objects),
         ("--no-placement", args.no_placement),
         ("--container", args.containers.container),
-        ("--lines", args.export.source.lines),
-        ("--debuginfod", args.export.source.debuginfod),
+        ("--lines", args.source.lines),
+        ("--debuginfod", args.source.debuginfod),
     ];
     if let Some(option) = first(&refused) {
         return usage(format!(

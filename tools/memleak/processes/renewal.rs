@@ -15,8 +15,7 @@ use super::bpf::types::{thread, total_key};
 use super::regions::Regions;
 
 /// Remedy for lost stacks.
-pub(super) const MORE_STACKS: &str =
-    "more can be recorded with a larger --mem-limit or --stack-storage-size";
+pub(super) const MORE_STACKS: &str = "more can be recorded with a larger --mem-limit";
 
 /// Minimum ratio of the time between two renewals to the duration of a renewal.
 const RENEWAL_PART: u32 = 10;

@@ -10,7 +10,7 @@ use crate::args::Args;
 use crate::difference::FailOn;
 
 /// Options that a verdict conflicts with: it is on one process, all of whose allocations are traced.
-const CONFLICTS: [&str; 26] = [
+const CONFLICTS: [&str; 24] = [
     "children",
     "name",
     "cgroup",
@@ -27,15 +27,13 @@ const CONFLICTS: [&str; 26] = [
     "combined_only",
     "trace",
     "folded",
-    "perfetto",
     "kernel",
     "slab",
     "pages",
     "percpu",
     "by_cache",
     "cache",
-    "flame",
-    "pprof",
+    "export",
     "serve",
 ];
 
