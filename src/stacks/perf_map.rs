@@ -29,11 +29,27 @@ const TAIL_BYTES: usize = 512;
 /// Maximum length of a line in bytes: two numbers and a name. The rest of a longer one is skipped.
 const MAX_LINE: usize = 40 + MAX_NAME;
 
+/// A function, or what later functions have left of it. Its key in the map is the first address that is left.
+#[derive(Clone, Debug, PartialEq)]
+struct Function {
+    start: u64,
+    /// End of what is left.
+    end: u64,
+    name: Box<str>,
+}
+
+impl Function {
+    /// Memory in use, in bytes.
+    fn kept(&self) -> usize {
+        OVERHEAD + self.name.len()
+    }
+}
+
 /// Functions of generated code by address.
 #[derive(Debug, Default)]
 struct PerfMap {
-    /// Size in bytes and name, by start address. A later line for the same address replaces the earlier.
-    functions: BTreeMap<u64, (u64, Box<str>)>,
+    /// By address. A later line replaces what earlier lines say of its addresses: compilers use memory again.
+    functions: BTreeMap<u64, Function>,
     /// Memory in use, in bytes.
     kept: usize,
     /// Device and inode of the file. `read` is the position up to which it was read: behind the last whole line.
@@ -110,22 +126,56 @@ impl PerfMap {
         let Some((start, size, name)) = parse(line.trim_end_matches(['\n', '\r'])) else {
             return;
         };
-        let bytes = OVERHEAD + name.len();
-        if self.kept + bytes > MAX_KEPT {
+        if size == 0 {
+            return;
+        }
+        let function = Function {
+            start,
+            end: start.saturating_add(size),
+            name: name.into(),
+        };
+        if self.kept + function.kept() > MAX_KEPT {
             self.full = true;
             return;
         }
-        self.kept += bytes;
-        if let Some((_, old)) = self.functions.insert(start, (size, name.into())) {
-            self.kept -= OVERHEAD + old.len();
+        self.vacate(start, function.end);
+        self.insert(start, function);
+    }
+
+    fn insert(&mut self, from: u64, function: Function) {
+        self.kept += function.kept();
+        if let Some(old) = self.functions.insert(from, function) {
+            self.kept -= old.kept();
+        }
+    }
+
+    /// Removes these addresses from the functions that have them.
+    fn vacate(&mut self, start: u64, end: u64) {
+        while let Some((&from, function)) = self.functions.range(..end).next_back()
+            && function.end > start
+        {
+            let function = function.clone();
+            self.functions.remove(&from);
+            self.kept -= function.kept();
+            if function.end > end {
+                self.insert(end, function.clone());
+            }
+            if from < start {
+                self.insert(
+                    from,
+                    Function {
+                        end: start,
+                        ..function
+                    },
+                );
+            }
         }
     }
 
     /// Returns the function at an address, and the offset from the function's start.
     fn find(&self, address: u64) -> Option<(&str, u64)> {
-        let (start, (size, name)) = self.functions.range(..=address).next_back()?;
-        let offset = address - start;
-        (offset < *size).then_some((name, offset))
+        let (_, function) = self.functions.range(..=address).next_back()?;
+        (address < function.end).then(|| (&*function.name, address - function.start))
     }
 }
 
@@ -240,7 +290,49 @@ mod tests {
     fn code_compiled_again_at_the_same_place_has_its_new_name() {
         let map = map(b"1000 20 old\n1000 10 new\n");
         assert_eq!(map.find(0x1008), Some(("new", 8)));
-        assert_eq!(map.find(0x1018), None);
+        assert_eq!(map.find(0x1018), Some(("old", 0x18)));
+    }
+
+    #[test]
+    fn a_part_of_a_function_is_replaced() {
+        // Freed code of V8 is before, around and behind what is compiled into its place later.
+        let map = map(
+            b"1000 100 before\n1100 100 behind\n2000 300 around\n10f0 20 new\n2100 80 within\n",
+        );
+        let ends = [
+            (0x10ef, ("before", 0xef)),
+            (0x10f0, ("new", 0)),
+            (0x110f, ("new", 0x1f)),
+        ];
+        for (address, expected) in ends {
+            assert_eq!(map.find(address), Some(expected), "{address:#x}");
+        }
+        assert_eq!(map.find(0x1110), Some(("behind", 0x10)));
+        assert_eq!(map.find(0x20ff), Some(("around", 0xff)));
+        assert_eq!(map.find(0x2100), Some(("within", 0)));
+        assert_eq!(map.find(0x2180), Some(("around", 0x180)));
+        assert_eq!(map.find(0x2300), None);
+    }
+
+    proptest! {
+        #[test]
+        fn each_address_has_what_its_last_line_says(
+            lines in proptest::collection::vec((0_u64..256, 0_u64..64), 0..40),
+        ) {
+            let mut map = PerfMap::default();
+            for (at, &(start, size)) in lines.iter().enumerate() {
+                map.add(format!("{start:x} {size:x} {at}").as_bytes());
+            }
+            for address in 0..320 {
+                let mut latest = lines.iter().enumerate().rev();
+                let last = latest.find(|(_, (start, size))| (*start..start + size).contains(&address));
+                let expected = last.map(|(at, (start, _))| (at.to_string(), address - start));
+                let found = map.find(address).map(|(name, offset)| (name.to_owned(), offset));
+                prop_assert_eq!(found, expected);
+            }
+            let kept: usize = map.functions.values().map(Function::kept).sum();
+            prop_assert_eq!(map.kept, kept);
+        }
     }
 
     #[test]
@@ -340,10 +432,7 @@ mod tests {
             map.read(&file).expect("its text");
         }
         assert!(map.kept <= MAX_KEPT && map.kept > MAX_KEPT - MAX_LINE - OVERHEAD);
-        let kept = map
-            .functions
-            .values()
-            .map(|(_, name)| OVERHEAD + name.len());
+        let kept = map.functions.values().map(Function::kept);
         assert_eq!(kept.sum::<usize>(), map.kept);
     }
 }
