@@ -48,7 +48,8 @@ CARGO_FOLDER := $(or $(CARGO_HOME),$(HOME)/.cargo)
 export RUSTFLAGS := -C target-feature=+crt-static $(call remap,$(CURDIR),/usr/src/bpf-memtools) \
 	$(call remap,$(CARGO_FOLDER),/usr/src/cargo) \
 	$(call remap,$(shell rustc --print sysroot 2>/dev/null)/lib/rustlib/src/rust,/usr/src/rust)
-export LIBBPF_SYS_EXTRA_CFLAGS := -ffile-prefix-map=$(CARGO_FOLDER)=/usr/src/cargo
+export LIBBPF_SYS_EXTRA_CFLAGS := -ffile-prefix-map=$(CARGO_FOLDER)=/usr/src/cargo \
+	-ffile-prefix-map=$(CURDIR)=/usr/src/bpf-memtools
 # scripts/libelf makes the two libraries, and libbpf-sys links them.
 LIBELF := $(CURDIR)/target/libelf/$(TARGET)
 export LIBBPF_SYS_LIBRARY_PATH_$(subst -,_,$(TARGET)) = $(LIBELF)/lib

@@ -14,7 +14,7 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::thread;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use libbpf_cargo::SkeletonBuilder;
 
 fn main() -> Result<()> {
@@ -124,19 +124,36 @@ fn make(source: &Path, out: &Path, origin: &Origin) -> Result<()> {
             clang.compile(source, &name, &object, &inputs)?;
         }
     }
-    // The skeleton refers to the object. As an array literal the object is a megabyte of source code, which takes
-    // rustc and rustfmt longer than all other code of the skeleton.
-    SkeletonBuilder::new()
-        .obj(&object)
-        .reference_obj(true)
-        .rustfmt("no-rustfmt")
-        .generate(out.join(format!("{name}.skel.rs")))
+    let skeleton = out.join(format!("{name}.skel.rs"));
+    generate(&object, &skeleton)
         .with_context(|| format!("failed to generate the skeleton of {name}"))?;
     if let Origin::Sources(clang) = origin
         && let Some(made) = clang.stamp(&inputs)
     {
         fs::write(&stamp, made).context("failed to record what an object was made from")?;
     }
+    Ok(())
+}
+
+/// Generates the skeleton of an object, which refers to the object: as an array literal the object is a megabyte of
+/// source code, which takes rustc and rustfmt longer than all other code of the skeleton.
+///
+/// The generator refers to the object by its whole path. A binary has a checksum of each source file, so that the path
+/// would give the same sources other bytes in another folder; the name alone is relative to the skeleton.
+fn generate(object: &Path, skeleton: &Path) -> Result<()> {
+    SkeletonBuilder::new()
+        .obj(object)
+        .reference_obj(true)
+        .rustfmt("no-rustfmt")
+        .generate(skeleton)?;
+    let name = object.file_name().context("the object has no name")?;
+    let by_path = fs::read_to_string(skeleton)?;
+    let by_name = by_path.replacen(&format!("{object:?}"), &format!("{name:?}"), 1);
+    ensure!(
+        by_name != by_path,
+        "the generator refers to {object:?} in another way"
+    );
+    fs::write(skeleton, by_name)?;
     Ok(())
 }
 
