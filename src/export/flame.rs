@@ -6,12 +6,12 @@ use std::iter;
 use anyhow::{Context, Result};
 use inferno::flamegraph::color::{BasicPalette, Color, Palette, PaletteMap};
 use inferno::flamegraph::{self, Options, TextTruncateDirection};
-use nix::unistd;
 
 use crate::export::folded::{self, Folded};
 use crate::export::profile::Profile;
 use crate::export::saved_profile::SavedProfile;
-use crate::print::{clock, text};
+use crate::host::identity;
+use crate::print::clock;
 use crate::stacks::named::NamedStack;
 
 /// Colour of kernel frames. Frames of the program are green.
@@ -177,8 +177,7 @@ fn counted(profile: &Profile) -> &'static str {
 
 /// Returns the subtitle: host, time and sum, and the remarks of the profile.
 fn subtitle(profile: &Profile) -> String {
-    let host = unistd::gethostname().unwrap_or_default();
-    let host = text::escape_bytes(host.as_encoded_bytes());
+    let host = identity::host_name();
     let mut line = format!(
         "{host}, {} {} to {}, {} {}",
         profile.until.date(),

@@ -4,7 +4,8 @@
 //! Stacks of one program that runs several times, at other addresses each time, share locations: the address of a
 //! location is the one at which its code was first seen.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::env;
 use std::io::Write;
 
 use anyhow::{Context, Result};
@@ -18,9 +19,10 @@ use crate::export::pprof_difference as difference;
 use crate::export::pprof_message as message;
 use crate::export::pprof_text;
 use crate::export::profile::{Profile, Sample};
+use crate::host::identity;
 use crate::print::text;
 use crate::process::address_space::MappedCode;
-use crate::process::cgroup;
+use crate::process::container::CgroupInfo;
 use crate::stacks::named::{Frame, NamedStack, Part};
 
 /// Start of the kernel's half of the address space on x86-64 and arm64.
@@ -78,10 +80,10 @@ struct Builder {
     message: message::Profile,
     strings: HashMap<String, i64>,
     mappings: HashMap<Code, u64>,
-    functions: HashMap<(i64, i64), u64>,
+    functions: HashMap<[i64; 3], u64>,
     locations: HashMap<message::LocationKey, u64>,
-    /// Cgroups by process; None for a process that has exited.
-    cgroups: HashMap<u32, Option<String>>,
+    /// Cgroups and containers by process.
+    cgroups: HashMap<u32, CgroupInfo>,
     /// Whether a stack's name is that of a thread, not of its process.
     by_thread: bool,
 }
@@ -89,8 +91,13 @@ struct Builder {
 /// Identity of a mapping: a part of a file by the file's number and offset, or the kernel or one of its modules.
 #[derive(PartialEq, Eq, Hash)]
 enum Code {
-    File { number: u32, offset: u64 },
+    File {
+        number: u32,
+        offset: u64,
+    },
     Kernel(String),
+    /// None, in a profile of several programs.
+    SeveralPrograms,
 }
 
 impl Builder {
@@ -101,8 +108,10 @@ impl Builder {
         };
         builder.string("");
         // pprof takes the first mapping for the main program.
-        if let Some(program) = largest_program(profile) {
-            builder.mapping_of(program);
+        match programs(profile)[..] {
+            [] => {}
+            [program] => drop(builder.mapping_of(program)),
+            _ => drop(builder.add_mapping(Code::SeveralPrograms, message::Mapping::default())),
         }
         for sample in profile.samples.iter().filter(|sample| !is_empty(sample)) {
             builder.sample(sample);
@@ -133,7 +142,11 @@ impl Builder {
             env!("CARGO_PKG_VERSION"),
             profile.contents()
         );
-        let comments = std::iter::once(&what).chain(&profile.remarks);
+        let machine = format!("host: {}", identity::host_name());
+        let command = format!("command: {}", command_line());
+        let comments = [&what, &machine, &command]
+            .into_iter()
+            .chain(&profile.remarks);
         self.message.comment = comments.map(|comment| self.string(comment)).collect();
     }
 
@@ -168,8 +181,8 @@ impl Builder {
         if self.by_thread {
             labels.push(self.label("thread", comm));
         }
-        if let Some(cgroup) = self.cgroup(*pid) {
-            labels.push(self.label("cgroup", &cgroup));
+        for (key, value) in self.groups(*pid) {
+            labels.push(self.label(key, &value));
         }
         let values = sample.values.iter();
         self.message.sample.push(message::Sample {
@@ -189,10 +202,25 @@ impl Builder {
         }
     }
 
-    /// Returns the cgroup that a process is in now; None for the kernel's own, and for a process that has exited.
-    fn cgroup(&mut self, pid: u32) -> Option<String> {
-        let of_process = || cgroup::of_process(pid);
-        self.cgroups.entry(pid).or_insert_with(of_process).clone()
+    /// Returns the labels of the cgroup that a process is in now: its path, container and systemd unit. There are none
+    /// for the kernel's own, and for a process that has exited.
+    fn groups(&mut self, pid: u32) -> Vec<(&'static str, String)> {
+        let group = self
+            .cgroups
+            .entry(pid)
+            .or_insert_with(|| CgroupInfo::of_process(pid));
+        let unit = group.unit();
+        let service = unit.and_then(|unit| unit.strip_suffix(".service"));
+        let labels = [
+            ("cgroup", group.cgroup.as_deref()),
+            ("container", group.container_id.as_deref()),
+            ("unit", unit),
+            ("service", service),
+        ];
+        let known = labels
+            .into_iter()
+            .filter_map(|(key, value)| Some((key, value?.to_owned())));
+        known.collect()
     }
 
     fn part(&mut self, part: &Part, locations: &mut Vec<u64>) {
@@ -201,7 +229,7 @@ impl Builder {
             locations.push(location);
         }
         if let Some(missing) = part.missing() {
-            let line = self.line(&missing, None);
+            let line = self.line([&missing, ""], None);
             locations.push(self.location(0, 0, vec![line]));
         }
     }
@@ -238,22 +266,30 @@ impl Builder {
         let mut lines = Vec::new();
         for call in frame.source.inlined() {
             let name = call.function.as_deref().unwrap_or("[unknown]");
-            lines.push(self.line(name, Some(call)));
+            lines.push(self.line([name, ""], Some(call)));
         }
         let own = frame.source.lines.last();
-        let name = frame.symbol.as_ref().map(|(name, _)| &**name);
-        // A frame without a name gets no line: a reader of the profile may know the file by its build id, and
-        // symbolize it.
-        if let Some(name) = name.or_else(|| own?.function.as_deref()) {
-            lines.push(self.line(name, own));
+        let symbol = frame.symbol.as_ref().map(|(name, _)| &**name);
+        let place = frame
+            .module
+            .as_ref()
+            .map(|(module, offset)| format!("{module}+{offset:#x}"));
+        let name = symbol
+            .or_else(|| own?.function.as_deref())
+            .or(place.as_deref());
+        // pprof would shorten a name that is equal to its mangled form, as it demangles such names itself.
+        let mangled = frame.mangled.as_ref().map(|name| text::display_name(name));
+        if let Some(name) = name {
+            lines.push(self.line([name, mangled.as_deref().unwrap_or_default()], own));
         }
         lines
     }
 
-    fn line(&mut self, function: &str, place: Option<&SourceLine>) -> message::Line {
+    /// Returns the line of a function by its name and its mangled name, which is empty if there is none.
+    fn line(&mut self, names: [&str; 2], place: Option<&SourceLine>) -> message::Line {
         let file = place.and_then(|place| place.file.as_deref());
         message::Line {
-            function_id: self.function(function, file.unwrap_or("")),
+            function_id: self.function(names, file.unwrap_or("")),
             line: place.map_or(0, |place| place.line.into()),
         }
     }
@@ -273,20 +309,23 @@ impl Builder {
         })
     }
 
-    fn function(&mut self, name: &str, file: &str) -> u64 {
-        let (name, filename) = (self.string(name), self.string(file));
+    fn function(&mut self, [name, mangled]: [&str; 2], file: &str) -> u64 {
+        let [name, system_name, filename] = [name, mangled, file].map(|text| self.string(text));
         let functions = &mut self.message.function;
-        *self.functions.entry((name, filename)).or_insert_with(|| {
-            let id = functions.len() as u64 + 1;
-            functions.push(message::Function {
-                id,
-                name,
-                system_name: name,
-                filename,
-                start_line: 0,
-            });
-            id
-        })
+        *self
+            .functions
+            .entry([name, system_name, filename])
+            .or_insert_with(|| {
+                let id = functions.len() as u64 + 1;
+                functions.push(message::Function {
+                    id,
+                    name,
+                    system_name,
+                    filename,
+                    start_line: 0,
+                });
+                id
+            })
     }
 
     fn mapping_of(&mut self, code: &MappedCode) -> u64 {
@@ -356,23 +395,21 @@ fn is_empty(sample: &Sample) -> bool {
     sample.values.iter().all(|&value| value == 0)
 }
 
-/// Returns the program that has the largest sum of the main value.
-fn largest_program(profile: &Profile) -> Option<&MappedCode> {
-    let mut sums: HashMap<u32, (u64, &MappedCode)> = HashMap::new();
-    for sample in &profile.samples {
-        if let Some(program) = &sample.stack.program {
-            let sum = sums.entry(program.file.number).or_insert((0, program));
-            sum.0 += sample
-                .values
-                .get(profile.main_value)
-                .copied()
-                .unwrap_or_default();
-        }
-    }
-    let largest = sums
-        .into_iter()
-        .max_by_key(|&(number, (sum, _))| (sum, number));
-    largest.map(|(_, (_, program))| program)
+/// Returns the programs that the processes of a profile run, each once.
+fn programs(profile: &Profile) -> Vec<&MappedCode> {
+    let samples = profile.samples.iter().filter(|sample| !is_empty(sample));
+    let programs = samples.filter_map(|sample| sample.stack.program.as_ref());
+    let mut seen = HashSet::new();
+    programs
+        .filter(|program| seen.insert(program.file.number))
+        .collect()
+}
+
+/// Returns the command line of this tool, quoted for a shell, and escaped.
+fn command_line() -> String {
+    let words = env::args_os().map(|word| word.to_string_lossy().into_owned());
+    let line = shell_words::join(words);
+    text::escape(&line).into_owned()
 }
 
 #[cfg(test)]

@@ -73,7 +73,7 @@ struct Tables {
     profile: Profile,
     strings: HashMap<String, i64>,
     mappings: HashMap<MappingKey, u64>,
-    functions: HashMap<(i64, i64), u64>,
+    functions: HashMap<[i64; 3], u64>,
     /// Keys have the offset in the mapping: addresses differ between profiles.
     locations: HashMap<LocationKey, u64>,
 }
@@ -88,7 +88,7 @@ impl Tables {
             strings: strings.collect(),
             mappings: mappings.map(|of| (mapping_key(of), of.id)).collect(),
             functions: functions
-                .map(|of| ((of.name, of.filename), of.id))
+                .map(|of| ([of.name, of.system_name, of.filename], of.id))
                 .collect(),
             locations: locations
                 .map(|of| (location_key(of, later), of.id))
@@ -121,7 +121,7 @@ impl Tables {
         let table = &mut self.profile.function;
         number_of(
             &mut self.functions,
-            (function.name, function.filename),
+            [function.name, function.system_name, function.filename],
             || {
                 let id = table.len() as u64 + 1;
                 table.push(Function { id, ..function });

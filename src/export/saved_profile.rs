@@ -370,15 +370,25 @@ impl<'a> Tables<'a> {
         for line in &location.line {
             let function = self.functions.get(&line.function_id).copied();
             let function = function.context("it is damaged: a function is missing")?;
-            frames.push(self.string(function.name)? + mark);
+            let name = self.string(function.name)?;
+            // In flame graphs, functions without a name are their module.
+            let place = name.rsplit_once("+0x").map(|(module, _)| module);
+            match place.filter(|&module| module == module_of(&file)) {
+                Some(module) => frames.push(format!("[{module}]{mark}")),
+                None => frames.push(name + mark),
+            }
         }
         if location.line.is_empty() {
-            let name = file.rsplit('/').next().filter(|name| !name.is_empty());
-            let name = name.unwrap_or("unknown").trim_matches(['[', ']']);
-            frames.push(format!("[{name}]{mark}"));
+            frames.push(format!("[{}]{mark}", module_of(&file)));
         }
         Ok(())
     }
+}
+
+/// Returns the module that a mapping's file is in stacks.
+fn module_of(file: &str) -> &str {
+    let name = file.rsplit('/').next().filter(|name| !name.is_empty());
+    name.unwrap_or("unknown").trim_matches(['[', ']'])
 }
 
 #[cfg(test)]

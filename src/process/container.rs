@@ -85,6 +85,14 @@ impl CgroupInfo {
         }
     }
 
+    /// Returns the systemd service or scope that the cgroup belongs to, such as `nginx.service`: the innermost folder of
+    /// its path with such a name.
+    pub(crate) fn unit(&self) -> Option<&str> {
+        let path = self.cgroup.as_deref()?;
+        path.rsplit('/')
+            .find(|folder| folder.ends_with(".service") || folder.ends_with(".scope"))
+    }
+
     /// Returns the name of the task's cgroup for human readers, which `--cgroup` accepts, too: the first digits of
     /// the container's id, or outside containers those of the pod's uid. Otherwise the name is that of the cgroup's
     /// folder, without `.service` for a service. The name is `-` for the root and for a task without a cgroup, and
@@ -318,6 +326,23 @@ mod tests {
             ],
             [const { String::new() }; 4]
         );
+    }
+
+    #[test]
+    fn the_unit_is_the_innermost_service_or_scope() {
+        let unit = |path: &str| {
+            CgroupInfo::at(Some(path.to_owned()))
+                .unit()
+                .map(str::to_owned)
+        };
+        assert_eq!(
+            unit("/system.slice/nginx.service/worker").as_deref(),
+            Some("nginx.service")
+        );
+        let session = "/user.slice/user-0.slice/user@0.service/app.slice/run-1.scope";
+        assert_eq!(unit(session).as_deref(), Some("run-1.scope"));
+        assert_eq!(unit("/system.slice"), None);
+        assert_eq!(unit("/"), None);
     }
 
     #[test]

@@ -152,7 +152,13 @@ pub(crate) fn by_leaf(rows: &[Value], field: &str) -> Result<HashMap<String, u64
         let frame = &row["user_frames"][0];
         let leaf = match (frame["symbol"].as_str(), frame["module"].as_str()) {
             (Some(name), _) => name.to_owned(),
-            (None, module) => format!("[{}]", module.with_context(|| row.to_string())?),
+            (None, module) => format!(
+                "{}+{:#x}",
+                module.with_context(|| row.to_string())?,
+                frame["module_offset"]
+                    .as_u64()
+                    .with_context(|| row.to_string())?
+            ),
         };
         *sums.entry(leaf).or_insert(0) += row[field].as_u64().context("no number")?;
     }

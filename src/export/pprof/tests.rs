@@ -1,11 +1,14 @@
 //! Tests of [`pprof`](super).
 
 use std::io::Read;
+use std::process::Command;
 
 use flate2::read::GzDecoder;
 
 use super::*;
 use crate::export::profile::ValueType;
+use crate::process::address_space::{AddressSpaces, TrackedProcesses};
+use crate::process::proc::Process;
 use crate::stacks::named::FrameKind;
 
 fn frame(name: Option<&str>, address: u64, kernel: bool) -> Frame {
@@ -151,4 +154,89 @@ fn the_head_says_what_the_numbers_are() {
     assert_eq!(profile.time_nanos, 1_795_352_118_000_000_000);
     let mut comments = profile.comment.iter().map(|&index| text(index));
     assert!(comments.next_back() == Some("estimated"));
+}
+
+#[test]
+fn a_function_has_its_mangled_name_or_none() {
+    let named = |symbol: &str, mangled: Option<&str>| Frame {
+        mangled: mangled.map(Into::into),
+        ..frame(Some(symbol), 0x100, false)
+    };
+    let frames = [
+        named("app::run()", Some("_ZN3app3runEv")),
+        named("<module>", None),
+    ];
+    let profile = decoded(vec![sample(&frames, &[], [1, 1])]);
+    let text = |index: i64| profile.string_table[index as usize].as_str();
+    let names = profile.function.iter();
+    let names: Vec<_> = names
+        .map(|of| (text(of.name), text(of.system_name)))
+        .collect();
+    assert_eq!(
+        names[..2],
+        [("app::run()", "_ZN3app3runEv"), ("<module>", "")]
+    );
+}
+
+#[test]
+fn a_frame_without_a_name_is_its_place() {
+    let unnamed = Frame {
+        module: Some(("libb.so".into(), 0x1f)),
+        ..frame(None, 0x300, false)
+    };
+    let profile = decoded(vec![sample(&[unnamed], &[], [1, 1])]);
+    assert_eq!(names(&profile, &profile.sample[0])[0], "libb.so+0x1f");
+}
+
+#[test]
+fn a_profile_of_several_programs_is_headed_by_none() {
+    let mut spaces = AddressSpaces::of(TrackedProcesses::Chosen);
+    let mut other = Command::new("sleep").arg("60").spawn().expect("coreutils");
+    let programs = [std::process::id(), other.id()].map(|pid| {
+        let process = Process::open(pid).expect("it runs");
+        spaces.read_mappings(&process).expect("its mappings");
+        let image = spaces.newest_image(pid).expect("its image");
+        image.program().expect("its program").clone()
+    });
+    other.kill().expect("it is ours");
+    other.wait().expect("it has ended");
+    let of = |program: &MappedCode, bytes| {
+        let mut sample = sample(&[], &[], [1, bytes]);
+        sample.stack.program = Some(program.clone());
+        sample
+    };
+    let head = |profile: &message::Profile| {
+        let name = profile.mapping[0].filename;
+        profile.string_table[name as usize].clone()
+    };
+    let several = decoded(vec![of(&programs[1], 7), of(&programs[0], 8)]);
+    assert_eq!(head(&several), "");
+    let one = decoded(vec![of(&programs[1], 7), of(&programs[1], 8)]);
+    assert!(head(&one).ends_with("/sleep"), "{}", head(&one));
+}
+
+#[test]
+fn labels_and_comments_name_the_machine_and_the_unit() {
+    let mut of_us = sample(&[], &[], [1, 1]);
+    of_us.stack.pid = std::process::id();
+    let profile = decoded(vec![of_us]);
+    let text = |index: i64| profile.string_table[index as usize].as_str();
+    let group = CgroupInfo::of_process(std::process::id());
+    let labels: HashMap<_, _> = profile.sample[0]
+        .label
+        .iter()
+        .map(|label| (text(label.key), text(label.str)))
+        .collect();
+    assert_eq!(labels.get("cgroup").copied(), group.cgroup.as_deref());
+    assert_eq!(
+        labels.get("container").copied(),
+        group.container_id.as_deref()
+    );
+    assert_eq!(labels.get("unit").copied(), group.unit());
+    let comments: Vec<_> = profile.comment.iter().map(|&index| text(index)).collect();
+    assert!(comments[1].starts_with("host: "), "{comments:?}");
+    assert!(
+        comments[2].starts_with("command: ") && comments[2].len() > 9,
+        "{comments:?}"
+    );
 }
