@@ -66,7 +66,7 @@ BUILD_PACKAGES = clang gcc libc6-dev pkg-config
 LINT_PACKAGES  = python3-venv
 # For all end-to-end tests. scripts/prerequisites has what some of them need in addition.
 # From Debian 13 on, binutils has no dwp.
-TEST_PACKAGES  = g++ binutils $(if $(shell command -v dwp),,binutils-gold) musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 procps python3 tzdata xz-utils dwz
+TEST_PACKAGES  = g++ binutils $(if $(shell command -v dwp),,binutils-gold) musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 procps python3 python3-jsonschema tzdata xz-utils dwz
 RELEASE_PACKAGES = zstd python3
 PACKAGES_PACKAGES = rpm
 IMAGE_PACKAGES = buildah

@@ -2,26 +2,29 @@
 //! compares what the tools print with the man pages (tests/e2e/documented.rs).
 //!
 //! To add a field, name it in the section JSON of the man page. Then
-//! `MEMTOOLS_DOCS=docs cargo test --test schema` writes docs/json.md anew.
+//! `MEMTOOLS_DOCS=docs cargo test --test schema` writes docs/json.md and docs/json-schema.json anew.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 const HEAD: &str = "\
 # The fields of JSON
 
-With `--json` (`-j`) each tool prints one object a line. All have `type`, and `schema`: the number of the types and fields below, now 1.
+With `--json` (`-j`) each tool prints one object a line. All have `type`, `tool` (types of several tools have the same name), `host`, `boot_id`, and
+`schema`: the number of the types and fields below, now 1. [json-schema.json](json-schema.json) is for validators.
 It rises when a type or a field goes, or gets another name or meaning, and stays when one is added: leave out what you do not know.
 `time` is when something was, as of RFC 3339. Names of fields end in their unit. Null is what is not known, or was not asked for. Addresses are
 strings, hexadecimal.
 
 This page is made of the man pages, and `tests/e2e` compares each object that a tool prints with them. To add a field, name it in the section JSON of
-the man page; `MEMTOOLS_DOCS=docs cargo test --test schema` then writes this page anew.
+the man page; `MEMTOOLS_DOCS=docs cargo test --test schema` then writes this page and the schema anew.
 ";
 
 /// Type of object, or field or fields of it: names, and description.
@@ -125,15 +128,101 @@ fn document(pages: &BTreeMap<String, String>) -> String {
     text + &table("Several tools", &shared.collect::<Vec<_>>())
 }
 
+/// Returns the JSON Schema of the lines of all tools: the types of each tool, and the fields that many have.
+fn json_schema(pages: &BTreeMap<String, String>) -> String {
+    let tools: Vec<_> = pages.keys().collect();
+    let of_tools = pages.iter().map(|(tool, page)| {
+        let entries = entries(tool, page);
+        let names = entries.iter().flat_map(|entry| &entry.names);
+        let types: BTreeSet<_> = names
+            .filter(|name| !FIELDS.contains(&name.as_str()))
+            .collect();
+        json!({
+            "if": { "properties": { "tool": { "const": tool } } },
+            "then": { "properties": { "type": { "enum": types } } },
+        })
+    });
+    let frames = json!({ "type": "array", "items": { "$ref": "#/$defs/frame" } });
+    let schema = json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Line of JSON of a tool of bpf-memtools",
+        "$comment": "Made of the man pages: MEMTOOLS_DOCS=docs cargo test --test schema. json.md describes all fields.",
+        "type": "object",
+        "required": ["type", "tool", "host", "boot_id", "schema"],
+        "properties": {
+            "type": { "type": "string" },
+            "tool": { "enum": tools },
+            "host": { "type": "string", "minLength": 1 },
+            "boot_id": { "type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$" },
+            "schema": { "const": 1 },
+            "time": { "type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})$" },
+            "pid": { "type": ["integer", "null"], "minimum": 0 },
+            "tid": { "type": ["integer", "null"], "minimum": 0 },
+            "comm": { "type": ["string", "null"] },
+            "cgroup": { "type": ["string", "null"] },
+            "container_id": { "type": ["string", "null"], "pattern": "^[0-9a-f]{64}$" },
+            "address": { "type": ["string", "null"], "pattern": "^0x[0-9a-f]+$" },
+            "stack_id": { "type": ["string", "null"], "pattern": "^0x[0-9a-f]+$" },
+            "kernel_frames": frames,
+            "user_frames": frames,
+            "truncated": { "type": ["string", "null"] },
+        },
+        "patternProperties": {
+            "_(ns|us|ms|kb|percent|pages)$": { "type": ["number", "null", "array"] },
+        },
+        "allOf": of_tools.collect::<Vec<_>>(),
+        "$defs": { "frame": frame_schema() },
+    });
+    format!("{schema:#}\n")
+}
+
+/// Entries of the man pages that are fields of several types, not types.
+const FIELDS: [&str; 5] = [
+    "cgroup",
+    "container_id",
+    "kernel_frames",
+    "user_frames",
+    "truncated",
+];
+
+fn frame_schema() -> Value {
+    let [text, number] = ["string", "integer"].map(|kind| json!({ "type": [kind, "null"] }));
+    json!({
+        "type": "object",
+        "required": ["kind", "address", "symbol", "offset", "module", "module_offset"],
+        "properties": {
+            "kind": { "enum": ["native", "kernel", "python", "java"] },
+            "address": { "type": "string", "pattern": "^0x[0-9a-f]+$" },
+            "symbol": text,
+            "offset": number,
+            "module": text,
+            "module_offset": number,
+            "file": text,
+            "line": number,
+            "inlined": {
+                "type": "array",
+                "items": { "type": "object", "properties": { "symbol": text, "file": text, "line": number } },
+            },
+        },
+        "additionalProperties": false,
+    })
+}
+
 #[test]
 fn the_published_schema_is_that_of_the_man_pages() {
-    let document = document(&man_pages());
+    let pages = man_pages();
+    agrees("json.md", &document(&pages));
+    agrees("json-schema.json", &json_schema(&pages));
+}
+
+/// Fails unless a file of docs/ is as it is made; with `MEMTOOLS_DOCS`, writes it.
+fn agrees(name: &str, document: &str) {
     if let Some(folder) = env::var_os("MEMTOOLS_DOCS") {
-        let path = Path::new(ROOT).join(PathBuf::from(folder)).join("json.md");
+        let path = Path::new(ROOT).join(PathBuf::from(folder)).join(name);
         fs::write(&path, document).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         return;
     }
-    let path = Path::new(ROOT).join("docs/json.md");
+    let path = Path::new(ROOT).join("docs").join(name);
     let published = fs::read_to_string(&path).unwrap_or_default();
     let differing = document
         .lines()
@@ -143,7 +232,7 @@ fn the_published_schema_is_that_of_the_man_pages() {
         .map(|(made, _)| made);
     assert!(
         document == published,
-        "docs/json.md is not what the man pages say; run: MEMTOOLS_DOCS=docs cargo test --test schema\nthe first other line: {:?}",
+        "docs/{name} is not what the man pages say; run: MEMTOOLS_DOCS=docs cargo test --test schema\nthe first other line: {:?}",
         differing.take(1).collect::<String>()
     );
 }

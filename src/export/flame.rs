@@ -10,8 +10,7 @@ use inferno::flamegraph::{self, Options, TextTruncateDirection};
 use crate::export::folded::{self, Folded};
 use crate::export::profile::Profile;
 use crate::export::saved_profile::SavedProfile;
-use crate::host::identity;
-use crate::print::clock;
+use crate::print::{clock, identity};
 use crate::stacks::named::NamedStack;
 
 /// Colour of kernel frames. Frames of the program are green.

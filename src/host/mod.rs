@@ -13,14 +13,12 @@
 //! | [`mounts`] | mounted file systems, and the mount points of cgroups |
 //! | [`cpus`] | CPUs that are online, and that come online later |
 //! | [`kernel_log`] | OOM kills and other messages in the kernel's log |
-//! | [`identity`] | the host's name, and the id of its boot |
 //! | [`capabilities`] | the capabilities of this process |
 
 pub mod allocinfo;
 pub mod capabilities;
 pub(crate) mod cgroup_tree;
 pub mod cpus;
-pub mod identity;
 pub mod kernel_log;
 pub mod memory_cgroups;
 pub mod mounts;

@@ -10,6 +10,7 @@
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
 //! | [`clock`] | kernel time stamps as wall time |
 //! | [`histogram`] | distributions by powers of two |
+//! | [`identity`] | the tool, the host and its boot, in each line of JSON |
 //! | [`file_name`] | names under which tools create files, safe from other users |
 //! | [`file_path`] | names and paths of files, as BPF programs write them |
 //! | [`flags`] | flag words by name |
@@ -24,6 +25,7 @@ pub mod file_path;
 pub mod flags;
 pub mod gfp;
 pub mod histogram;
+pub mod identity;
 pub mod message;
 pub mod output;
 pub mod progress;

@@ -16,16 +16,13 @@ use nix::sys::signalfd::SignalFd;
 use serde::{Serialize, Serializer};
 
 use crate::print::file_name::FileName;
+use crate::print::identity::Identity;
 use crate::print::timeline::{Count, Timeline, TimelineEntry};
 
 /// Bytes that can be written to a pipe without blocking whenever it is writable at all (PIPE_BUF).
 const PIECE: usize = 4096;
 /// Time that a reader that does not read gets after Ctrl-C.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
-
-/// Version of the tools' JSON objects and their fields, which the man pages list. A new type of object or a new field
-/// leaves the number as it is. The number rises when a type or field is removed, is renamed or changes its meaning.
-pub const SCHEMA: u32 = 1;
 
 /// Something that a tool prints. Its fields are its JSON. `text` writes the line or lines of the default format, each
 /// with its newline.
@@ -201,13 +198,17 @@ impl Output {
         .context("failed to print")
     }
 
-    /// Prints one object a line, with the number of the [`SCHEMA`] at its end.
+    /// Prints one object a line, with the tool's [`Identity`] at its end.
     fn object(&mut self, row: &impl Row) -> io::Result<()> {
         self.json.clear();
         serde_json::to_writer(&mut self.json, row)?;
-        let fields = self.json.strip_suffix(b"}").unwrap_or(&self.json);
-        self.out.write_all(fields)?;
-        writeln!(self.out, ",\"schema\":{SCHEMA}}}")
+        // The two objects are one: the braces where they meet give way to a comma.
+        self.json.pop();
+        let end = self.json.len();
+        serde_json::to_writer(&mut self.json, &Identity::of_this_tool())?;
+        self.json[end] = b',';
+        self.json.push(b'\n');
+        self.out.write_all(&self.json)
     }
 
     /// Prints the line of column names, which only text has.

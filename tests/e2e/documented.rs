@@ -1,15 +1,92 @@
 //! Checks that the man pages name every type and field of JSON that a tool prints in any test.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::fs;
+use std::process::Command;
+use std::sync::Mutex;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+
+use crate::harness;
 
 /// Schema number of the types and fields that the man pages name.
 const SCHEMA: u64 = 1;
 
 /// Fields whose own fields have names that the kernel gives.
 const NAMED_BY_THE_KERNEL: [&str; 1] = ["tracepoints"];
+
+/// A line of each shape that any tool has printed.
+static SEEN: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
+
+/// JSON Schema of all lines, as it is published.
+const JSON_SCHEMA: &str = include_str!("../../docs/json-schema.json");
+
+/// Program that validates the lines of a file, and prints those that are not valid.
+const VALIDATOR: &str = "\
+import json, sys
+from jsonschema import Draft202012Validator as Validator
+schema = json.load(open(sys.argv[1]))
+Validator.check_schema(schema)
+validator = Validator(schema)
+for line in open(sys.argv[2]):
+    for error in validator.iter_errors(json.loads(line)):
+        print(f'{list(error.absolute_path)}: {error.message[:400]}: {line.strip()[:400]}')
+";
+
+/// Fails unless lines of all shapes that tools have printed are valid by the published schema, as Python's jsonschema
+/// finds.
+pub(crate) fn validate() -> Result<()> {
+    let seen = SEEN.lock().ok().context("a test has panicked")?;
+    if seen.is_empty() || harness::in_guest() {
+        return Ok(());
+    }
+    let folder = harness::scratch()?;
+    let [schema, lines] = ["schema", "lines"].map(|name| folder.path().join(name));
+    fs::write(&schema, JSON_SCHEMA)?;
+    let text: Vec<_> = seen.values().map(String::as_str).collect();
+    fs::write(&lines, text.join("\n"))?;
+    let validated = Command::new("/usr/bin/python3")
+        .args(["-c", VALIDATOR])
+        .args([&schema, &lines])
+        .output()?;
+    let errors = String::from_utf8_lossy(&validated.stderr);
+    ensure!(
+        validated.status.success(),
+        "no validation: install python3-jsonschema: {errors}"
+    );
+    ensure!(
+        validated.stdout.is_empty(),
+        "{}",
+        String::from_utf8_lossy(&validated.stdout)
+    );
+    println!(
+        "\nvalid by docs/json-schema.json: {} lines of different shapes",
+        seen.len()
+    );
+    Ok(())
+}
+
+/// Returns the types of a value and of all fields in it. Strings, numbers and their like differ only in type.
+fn shape(value: &Value) -> String {
+    match value {
+        Value::Null => "null".to_owned(),
+        Value::Bool(_) => "boolean".to_owned(),
+        Value::Number(number) => if number.is_f64() { "number" } else { "integer" }.to_owned(),
+        Value::String(_) => "string".to_owned(),
+        Value::Array(values) => {
+            let shapes: BTreeSet<_> = values.iter().map(shape).collect();
+            format!("{shapes:?}")
+        }
+        Value::Object(fields) => {
+            let fields = fields.iter().map(|(name, field)| match name.as_str() {
+                "type" | "tool" => format!("{name}={field}"),
+                _ => format!("{name}:{}", shape(field)),
+            });
+            format!("{{{}}}", fields.collect::<Vec<_>>().join(","))
+        }
+    }
+}
 
 /// Returns the man page of one of our tools.
 fn man_page(tool: &str) -> Option<&'static str> {
@@ -60,6 +137,11 @@ pub(crate) fn check(tool: &str, stdout: &str) -> Result<()> {
             remedy(tool)
         );
         ensure!(object["schema"] == SCHEMA, "{tool}: no schema: {line}");
+        ensure!(object["tool"] == tool, "not of {tool}: {line}");
+        if let Ok(mut seen) = SEEN.lock() {
+            seen.entry(shape(&object))
+                .or_insert_with(|| line.to_owned());
+        }
         expect_fields(&object, &words)
             .with_context(|| format!("{tool}.8 and {line}{}", remedy(tool)))?;
     }

@@ -146,5 +146,9 @@ fn main() -> ExitCode {
     if !arguments.list {
         harness::print_slowest();
     }
+    if let Err(error) = documented::validate() {
+        eprintln!("e2e: JSON that docs/json-schema.json does not describe: {error:#}");
+        return ExitCode::FAILURE;
+    }
     conclusion.exit_code()
 }

@@ -199,7 +199,9 @@ impl Timeline {
         let end = event.end.unwrap_or(event.begin);
         let apart = end.abs_diff(self.time(&row["time"])?);
         ensure!(apart < CLOSE_NS, "{apart} ns apart: {event:?} {row}");
-        let on_track = ["type", "time", "pid", "tid", "comm", "schema"];
+        let on_track = [
+            "type", "time", "pid", "tid", "comm", "tool", "host", "boot_id", "schema",
+        ];
         let fields = row.as_object().context("no object")?.iter();
         let fields =
             fields.filter(|(name, value)| !on_track.contains(&name.as_str()) && !value.is_null());

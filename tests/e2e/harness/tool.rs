@@ -342,7 +342,7 @@ pub(crate) fn without_skipped_runs(report: &str) -> Result<String> {
         // Skipped runs are the only loss, on stderr or in a JSON object.
         (r"(?m)^\w+: lost \d+ program runs, at most \([^)]*\)\n?", ""),
         (
-            r#"(?m)^\{"type":"lost","lost":\{(?:"[a-z_]+":0,)*"runs":\d+\},"schema":\d+\}\n"#,
+            r#"(?m)^\{"type":"lost","lost":\{(?:"[a-z_]+":0,)*"runs":\d+\},"tool":[^}]*\}\n"#,
             "",
         ),
         // Skipped runs are one loss of several.

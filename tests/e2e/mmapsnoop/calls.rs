@@ -109,6 +109,9 @@ fn every_argument_and_result() -> Result<()> {
                 "file": null,
                 "result": call.result,
                 "error": call.error,
+                "tool": "mmapsnoop",
+                "host": row["host"],
+                "boot_id": row["boot_id"],
                 "schema": 1,
             });
             if with_file {

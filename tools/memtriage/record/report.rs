@@ -10,7 +10,8 @@ use jiff::tz::TimeZone;
 use memtools::export::atomic_file::AtomicFile;
 use memtools::print::clock;
 use memtools::print::file_name::FileName;
-use memtools::print::output::{Row, SCHEMA};
+use memtools::print::identity::Identity;
+use memtools::print::output::Row;
 use memtools::print::text;
 use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
@@ -83,7 +84,7 @@ impl KillReport {
             traced: profiles
                 .map(|(question, outcome)| ToolResult::new(RULES, question, outcome, container))
                 .collect(),
-            schema: SCHEMA,
+            identity: Identity::of_this_tool(),
         }
     }
 }
@@ -108,7 +109,8 @@ struct Rows<'a> {
     moments: &'a [Moment],
     processes: Vec<ProcessRow<'a>>,
     traced: Vec<ToolResult<'a>>,
-    schema: u32,
+    #[serde(flatten)]
+    identity: Identity,
 }
 
 impl Row for Rows<'_> {
