@@ -626,3 +626,17 @@ fn man_pages_are_short() {
         assert!(lines <= LINES, "tools/{tool}.8 has {lines} lines");
     }
 }
+
+#[test]
+fn alert_rules_are_of_metrics_that_the_man_pages_name() {
+    let rules = format!("{ROOT}/packaging/prometheus/memtools.rules.yml");
+    let rules = fs::read_to_string(rules).expect("the rules");
+    let pages: String = tools()
+        .iter()
+        .map(|tool| fs::read_to_string(format!("{ROOT}/tools/{tool}.8")).expect("a man page"))
+        .collect();
+    let mut words = rules.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    let is_named = |name: &str| pages.contains(name) || name.starts_with("memtools_memleak_");
+    let unknown = words.find(|word| word.starts_with("memtools_") && !is_named(word));
+    assert_eq!(unknown, None);
+}

@@ -133,7 +133,10 @@ fn run(args: Args) -> Result<ExitCode> {
         .stacks
         .profile
         .prepare(&args.common.export, args.target.to_string())?;
-    let mut metrics = args.common.export.metrics(&[args.family()])?;
+    let mut metrics = args
+        .common
+        .export
+        .metrics(&[args.family()], &args.target.to_string())?;
     let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     target::warn_if_interval_is_pid(args.stacks.interval(), &args.target.filter.pid);

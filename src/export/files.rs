@@ -148,12 +148,12 @@ impl ExportArgs {
         })
     }
 
-    /// Checks that the file of metrics can be written, and writes it for the first time.
+    /// Checks that the file of metrics can be written. `target` describes what is traced.
     ///
     /// # Errors
     /// If the file cannot be written, or there are several.
-    pub fn metrics(&self, families: &[&'static Family]) -> Result<Metrics> {
-        Metrics::begin(self.sole(FileFormat::Prometheus)?, families)
+    pub fn metrics(&self, families: &[&'static Family], target: &str) -> Result<Metrics> {
+        Metrics::begin(self.sole(FileFormat::Prometheus)?, families, target)
     }
 }
 

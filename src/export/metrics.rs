@@ -60,6 +60,14 @@ static LOST: Family = Family {
     kind: Kind::Count,
 };
 
+/// Family of what is normal.
+static INCOMPLETE: Family = Family {
+    name: "memtools_incomplete_total",
+    help: "What a tool has recorded in part, or may not have recorded, as is normal.",
+    labels: &["what", "tool"],
+    kind: Kind::Count,
+};
+
 /// Value of one series: one number, or one histogram and its sum.
 #[derive(Debug, Clone, Default)]
 struct Amount {
@@ -119,7 +127,8 @@ impl FamilySeries {
         }
     }
 
-    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+    /// Writes the family. Each series has the labels of `run`, too.
+    fn write(&self, run: &[String], out: &mut dyn Write) -> io::Result<()> {
         let Family {
             name,
             help,
@@ -134,7 +143,8 @@ impl FamilySeries {
         writeln!(out, "# HELP {name} {help}\n# TYPE {name} {is}")?;
         for (values, amount) in &self.series {
             let labels = labels.iter().zip(values);
-            let labels: Vec<String> = labels.map(|(label, value)| pair(label, value)).collect();
+            let labels = labels.map(|(label, value)| pair(label, value));
+            let labels: Vec<String> = labels.chain(run.iter().cloned()).collect();
             if *kind == Kind::Durations {
                 for bits in BUCKETS {
                     let bound = pair("le", &seconds((1 << bits) - 1));
@@ -189,28 +199,34 @@ fn seconds(ns: u64) -> String {
 #[derive(Debug)]
 pub struct Metrics {
     file: Option<Refreshed>,
+    /// Labels of all series, which tell this run from others of the same tool.
+    run: Vec<String>,
     kept: BTreeMap<&'static str, FamilySeries>,
     /// Time of the last write of the file.
     written: Option<Instant>,
 }
 
 impl Metrics {
-    /// Checks that the file, if there is one, can be written, and writes it for the first time.
+    /// Checks that the file, if there is one, can be written. It is written once the trace has begun, as a tool that
+    /// cannot run would leave sums of 0. `target` describes what is traced.
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub(super) fn begin(path: Option<&Path>, families: &[&'static Family]) -> Result<Self> {
+    pub(super) fn begin(
+        path: Option<&Path>,
+        families: &[&'static Family],
+        target: &str,
+    ) -> Result<Self> {
         let file = path.map(AtomicFile::readable_at).transpose()?;
-        let mut metrics = Self {
+        Ok(Self {
             file: file.map(Refreshed::of),
+            run: vec![pair("target", target)],
             kept: families
                 .iter()
                 .map(|family| (family.name, FamilySeries::of(family)))
                 .collect(),
             written: None,
-        };
-        metrics.write();
-        Ok(metrics)
+        })
     }
 
     /// Whether there is a file to write.
@@ -259,6 +275,11 @@ impl Metrics {
         self.set(&LOST, &[what, message::tool()], lost);
     }
 
+    /// Sets the number of what is incomplete in this way.
+    pub(crate) fn set_incomplete(&mut self, what: &str, incomplete: u64) {
+        self.set(&INCOMPLETE, &[what, message::tool()], incomplete);
+    }
+
     fn of(&mut self, family: &'static Family) -> &mut FamilySeries {
         let kept = self.kept.entry(family.name);
         kept.or_insert_with(|| FamilySeries::of(family))
@@ -282,7 +303,7 @@ impl Metrics {
         }
         let all = |out: &mut dyn Write| {
             let mut kept = self.kept.values();
-            Ok(kept.try_for_each(|kept| kept.write(out))?)
+            Ok(kept.try_for_each(|kept| kept.write(&self.run, out))?)
         };
         file.write(all);
         self.written = Some(Instant::now());
@@ -329,7 +350,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("x.prom");
         let families = [&FAULTS, &STALLS, &TIME];
-        let mut metrics = Metrics::begin(Some(&path), &families).expect("a file");
+        let mut metrics = Metrics::begin(Some(&path), &families, "pid 7").expect("a file");
         fill(&mut metrics);
         metrics.finish().expect("it is written");
         fs::read_to_string(path).expect("a file")
@@ -344,10 +365,10 @@ mod tests {
             metrics.set_lost("events", 3);
         });
         for line in [
-            "# TYPE x_faults_total counter\nx_faults_total{comm=\"a\\\"b\\\\\",type=\"minor\"} 11\n",
-            "# HELP x_seconds_total Time.\n# TYPE x_seconds_total counter\nx_seconds_total 1.500000001\n",
-            "memtools_lost_total{what=\"events\",tool=\"memtools\"} 3\n",
-            "x_stall_seconds_count 0\n",
+            "# TYPE x_faults_total counter\nx_faults_total{comm=\"a\\\"b\\\\\",type=\"minor\",target=\"pid 7\"} 11\n",
+            "# HELP x_seconds_total Time.\n# TYPE x_seconds_total counter\nx_seconds_total{target=\"pid 7\"} 1.500000001\n",
+            "memtools_lost_total{what=\"events\",tool=\"memtools\",target=\"pid 7\"} 3\n",
+            "x_stall_seconds_count{target=\"pid 7\"} 0\n",
         ] {
             assert!(text.contains(line), "{line} in {text}");
         }
@@ -361,13 +382,13 @@ mod tests {
             }
         });
         for line in [
-            "x_stall_seconds_bucket{le=\"0.000001023\"} 2",
-            "x_stall_seconds_bucket{le=\"0.000004095\"} 3",
-            "x_stall_seconds_bucket{le=\"0.000016383\"} 4",
-            "x_stall_seconds_bucket{le=\"68.719476735\"} 4",
-            "x_stall_seconds_bucket{le=\"+Inf\"} 5",
-            "x_stall_seconds_sum 100.000007047",
-            "x_stall_seconds_count 5",
+            "x_stall_seconds_bucket{target=\"pid 7\",le=\"0.000001023\"} 2",
+            "x_stall_seconds_bucket{target=\"pid 7\",le=\"0.000004095\"} 3",
+            "x_stall_seconds_bucket{target=\"pid 7\",le=\"0.000016383\"} 4",
+            "x_stall_seconds_bucket{target=\"pid 7\",le=\"68.719476735\"} 4",
+            "x_stall_seconds_bucket{target=\"pid 7\",le=\"+Inf\"} 5",
+            "x_stall_seconds_sum{target=\"pid 7\"} 100.000007047",
+            "x_stall_seconds_count{target=\"pid 7\"} 5",
         ] {
             assert!(text.contains(&format!("{line}\n")), "{line} in {text}");
         }
@@ -395,14 +416,17 @@ mod tests {
         assert_eq!(sums.len(), MAX_SERIES + 1);
         let all: u64 = sums.iter().map(|(_, sum)| sum).sum();
         assert_eq!(all, 1008 * 1009 / 2 + 1_000_001);
-        assert!(sums.contains(&("x_faults_total{comm=\"comm1008\",type=\"minor\"}", 1009)));
+        assert!(sums.contains(&(
+            "x_faults_total{comm=\"comm1008\",type=\"minor\",target=\"pid 7\"}",
+            1009
+        )));
         let other = sums.iter().find(|(name, _)| name.contains("\"other\""));
         assert!(other.is_some_and(|(_, sum)| *sum > 1_000_000), "{other:?}");
     }
 
     #[test]
     fn without_a_file_nothing_is_kept() {
-        let mut metrics = Metrics::begin(None, &[&FAULTS]).expect("none");
+        let mut metrics = Metrics::begin(None, &[&FAULTS], "pid 7").expect("none");
         metrics.add(&FAULTS, &["a", "minor"], 7);
         assert!(metrics.of(&FAULTS).pending.is_empty());
         metrics.finish().expect("nothing to write");

@@ -145,24 +145,32 @@ impl Losses {
         Ok(())
     }
 
-    /// Returns the number of losses for each reason, with the reason's name.
-    pub fn by_reason(self) -> [(&'static str, u64); 9] {
+    /// Returns the number of losses for each reason, with the reason's name, without those of
+    /// [`Losses::normal_by_reason`].
+    pub fn by_reason(self) -> [(&'static str, u64); 7] {
         [
             ("events", self.events),
             ("entries", self.entries),
             ("calls", self.calls),
             ("stacks", self.stacks),
             ("busy_stacks", self.busy_stacks),
-            ("deep_stacks", self.deep_stacks),
             ("lookups", self.lookups),
             ("processes", self.processes),
-            ("runs", self.runs),
         ]
+    }
+
+    /// Returns the same of what happens without need for action: stacks that are cut, whose events count, and skipped
+    /// runs, whose number is an upper bound.
+    pub fn normal_by_reason(self) -> [(&'static str, u64); 2] {
+        [("deep_stacks", self.deep_stacks), ("runs", self.runs)]
     }
 
     fn measure(self, metrics: &mut Metrics) {
         for (what, count) in self.by_reason() {
             metrics.set_lost(what, count);
+        }
+        for (what, count) in self.normal_by_reason() {
+            metrics.set_incomplete(what, count);
         }
     }
 

@@ -34,6 +34,8 @@ pub(super) struct Request {
     pub(super) path: String,
     /// The part after `?`.
     query: String,
+    /// The formats that the client accepts.
+    accept: String,
 }
 
 impl Request {
@@ -42,6 +44,17 @@ impl Request {
         let pairs = self.query.split('&');
         let mut pairs = pairs.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
         pairs.find(|(key, _)| *key == name).map(|(_, value)| value)
+    }
+
+    /// Whether the client names a format among those that it accepts.
+    pub(super) fn names_format(&self, format: &str) -> bool {
+        let formats = self
+            .accept
+            .split(',')
+            .filter_map(|format| format.split(';').next());
+        formats
+            .map(str::trim)
+            .any(|known| known.eq_ignore_ascii_case(format))
     }
 }
 
@@ -194,11 +207,13 @@ fn parse(bytes: &[u8], local_names: bool) -> Option<Result<Request, Response>> {
 
 fn check(request: &httparse::Request<'_, '_>, local_names: bool) -> Result<Request, Response> {
     let refused = |status, message| Err(Response::text(status, message));
-    let mut hosts = request
-        .headers
-        .iter()
-        .filter(|header| header.name.eq_ignore_ascii_case("host"))
-        .map(|header| str::from_utf8(header.value).unwrap_or_default().trim());
+    let values = |name: &'static str| {
+        let headers = request.headers.iter();
+        headers
+            .filter(move |header| header.name.eq_ignore_ascii_case(name))
+            .map(|header| str::from_utf8(header.value).unwrap_or_default().trim())
+    };
+    let mut hosts = values("host");
     let host = hosts.next();
     if hosts.next().is_some() || (host.is_none() && request.version == Some(1)) {
         return refused(Status::BadRequest, "a request has one Host");
@@ -226,6 +241,7 @@ fn check(request: &httparse::Request<'_, '_>, local_names: bool) -> Result<Reque
         head_only,
         path: path.to_owned(),
         query: query.to_owned(),
+        accept: values("accept").collect::<Vec<_>>().join(","),
     })
 }
 

@@ -1,11 +1,14 @@
-//! Current numbers in OpenMetrics' text format 1.0, which Prometheus and others scrape.
+//! Current numbers in OpenMetrics' text format 1.0, which Prometheus and others scrape, and in Prometheus' older text
+//! format 0.0.4.
 
 use std::io::{self, Write};
 
 use crate::export::metrics::{braces, pair};
 
-/// Content type of the format.
+/// Content type of OpenMetrics.
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// Content type of the older format.
+pub(super) const TEXT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Type of the numbers of a family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,16 +56,38 @@ impl Family {
 
     fn write(&self, out: &mut dyn Write) -> io::Result<()> {
         let (name, unit) = (self.name, self.unit);
-        let (kind, suffix) = match self.kind {
-            Kind::Gauge => ("gauge", ""),
-            Kind::Counter => ("counter", "_total"),
-            Kind::Info => ("info", "_info"),
-        };
+        let (kind, suffix) = self.kind_and_suffix();
         writeln!(out, "# TYPE {name} {kind}")?;
         if !unit.is_empty() {
             writeln!(out, "# UNIT {name} {unit}")?;
         }
         writeln!(out, "# HELP {name} {}", self.help)?;
+        self.write_series(suffix, out)
+    }
+
+    /// Writes the family in the older format, in which a family has the name of its series, and no unit.
+    fn write_as_text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let (kind, suffix) = self.kind_and_suffix();
+        let (name, kind) = (self.name, if kind == "info" { "gauge" } else { kind });
+        writeln!(
+            out,
+            "# HELP {name}{suffix} {}\n# TYPE {name}{suffix} {kind}",
+            self.help
+        )?;
+        self.write_series(suffix, out)
+    }
+
+    /// Returns the name of the kind, and what the names of series end in.
+    fn kind_and_suffix(&self) -> (&'static str, &'static str) {
+        match self.kind {
+            Kind::Gauge => ("gauge", ""),
+            Kind::Counter => ("counter", "_total"),
+            Kind::Info => ("info", "_info"),
+        }
+    }
+
+    fn write_series(&self, suffix: &str, out: &mut dyn Write) -> io::Result<()> {
+        let name = self.name;
         for (labels, number) in &self.series {
             let labels = labels.iter().map(|(label, value)| pair(label, value));
             let labels = braces(&labels.collect::<Vec<_>>());
@@ -80,12 +105,19 @@ pub(super) fn write(families: &[Family], out: &mut dyn Write) -> io::Result<()> 
     writeln!(out, "# EOF")
 }
 
+/// Writes all families in the older format.
+pub(super) fn write_as_text(families: &[Family], out: &mut dyn Write) -> io::Result<()> {
+    families
+        .iter()
+        .try_for_each(|family| family.write_as_text(out))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn the_text_is_open_metrics() {
+    fn the_texts_are_of_both_formats() {
         let labels = vec![("target", "a\"b\\\n".to_owned()), ("x", "y".to_owned())];
         let families = [
             Family::one(Kind::Gauge, "x_live_bytes", "bytes", "Live.", 7),
@@ -99,6 +131,15 @@ mod tests {
             },
         ];
         let mut text = Vec::new();
+        write_as_text(&families, &mut text).expect("memory");
+        assert_eq!(
+            String::from_utf8_lossy(&text),
+            "# HELP x_live_bytes Live.\n# TYPE x_live_bytes gauge\nx_live_bytes 7\n\
+             # HELP x_hits_total Hits.\n# TYPE x_hits_total counter\nx_hits_total 11\n\
+             # HELP x_info What is traced.\n# TYPE x_info gauge\n\
+             x_info{target=\"a\\\"b\\\\\\n\",x=\"y\"} 1\n"
+        );
+        text.clear();
         write(&families, &mut text).expect("memory");
         assert_eq!(
             String::from_utf8_lossy(&text),

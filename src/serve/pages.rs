@@ -29,7 +29,12 @@ pub(super) fn answer(request: &Request, shared: &Arc<Shared>) -> Response {
     let answer = match request.path.as_str() {
         "/" => with_report(shared, page),
         "/flame.svg" => with_report(shared, flame),
-        "/metrics" => with_report(shared, metrics),
+        "/metrics" => {
+            // Both formats are read by those that name none.
+            let is_old = request.names_format("text/plain")
+                && !request.names_format("application/openmetrics-text");
+            with_report(shared, if is_old { prometheus } else { open_metrics })
+        }
         path => match path.strip_prefix(PPROF) {
             Some("") => Ok(html(Body::message(html::index()))),
             // Go programs distinguish the two by the value that is shown first. Here both have all values that are
@@ -122,14 +127,24 @@ fn flame(
     })
 }
 
-fn metrics(
+fn open_metrics(
     report: &ServedReport,
     content: &Content,
     bodies: &Arc<BodyMemory>,
 ) -> Result<Response, NoBody> {
     let metrics = || bodies.body(|out| Ok(openmetrics::write(&content.families, out)?));
-    let body = report.metrics.get_or_make(metrics)?;
+    let body = report.openmetrics.get_or_make(metrics)?;
     Ok(ok(openmetrics::CONTENT_TYPE, body))
+}
+
+fn prometheus(
+    report: &ServedReport,
+    content: &Content,
+    bodies: &Arc<BodyMemory>,
+) -> Result<Response, NoBody> {
+    let metrics = || bodies.body(|out| Ok(openmetrics::write_as_text(&content.families, out)?));
+    let body = report.prometheus.get_or_make(metrics)?;
+    Ok(ok(openmetrics::TEXT_TYPE, body))
 }
 
 /// Returns a profile, or what was added within some seconds, under the headers that Go programs send.

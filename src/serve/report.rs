@@ -24,7 +24,8 @@ const TOP: usize = 10;
 pub struct ServedReport {
     pub(super) content: Option<Content>,
     pub(super) html: CachedBody,
-    pub(super) metrics: CachedBody,
+    pub(super) openmetrics: CachedBody,
+    pub(super) prometheus: CachedBody,
     pub(super) pprof: CachedBody,
     pub(super) text: CachedBody,
     pub(super) flame: CachedBody,

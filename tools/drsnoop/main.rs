@@ -41,7 +41,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let exports = args
         .profile
         .prepare(&args.common.export, args.target_description())?;
-    let metrics = args.common.export.metrics(&printer::METRICS)?;
+    let metrics = args
+        .common
+        .export
+        .metrics(&printer::METRICS, &args.target_description())?;
     let (mut poller, output) = args.common.start()?;
     let mut target = Target::choose_thread(&args.target, args.tid, TaskKind::All)?;
     let symbolizer = args

@@ -53,7 +53,10 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
     let family = if args.madvise { &MADVISE } else { &FAULTS };
-    let mut metrics = args.common.export.metrics(&[family])?;
+    let mut metrics = args
+        .common
+        .export
+        .metrics(&[family], &args.target.to_string())?;
     let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     target::warn_if_interval_is_pid(args.interval, &args.target.filter.pid);
@@ -117,7 +120,11 @@ fn print<M: MapCore>(
         if args.madvise {
             metrics.add(&MADVISE, &[&row.comm], count);
         } else {
-            metrics.add(&FAULTS, &[&row.comm, row.reason.unwrap_or("")], count);
+            metrics.add(
+                &FAULTS,
+                &[&row.comm, row.reason.unwrap_or("unknown")],
+                count,
+            );
         }
         output.row(&row)?;
     }

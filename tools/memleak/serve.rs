@@ -75,21 +75,16 @@ impl Numbers {
             families
                 .extend(number.map(|number| Family::one(Kind::Counter, name, "", help, number)));
         }
-        let lost = self.lost.by_reason().into_iter();
-        let lost = lost.map(|(what, lost)| {
-            let labels = [("what", what), ("tool", "memleak")];
-            (
-                labels.map(|(name, value)| (name, value.to_owned())).into(),
-                lost,
-            )
-        });
-        families.push(Family {
-            name: "memtools_lost",
-            help: "What a tool could not record, by reason.",
-            unit: "",
-            kind: Kind::Counter,
-            series: lost.collect(),
-        });
+        families.push(by_reason(
+            "memtools_lost",
+            "What a tool could not record, by reason.",
+            &self.lost.by_reason(),
+        ));
+        families.push(by_reason(
+            "memtools_incomplete",
+            "What a tool has recorded in part, or may not have recorded, as is normal.",
+            &self.lost.normal_by_reason(),
+        ));
         families.push(info(profile));
         families
     }
@@ -158,6 +153,21 @@ impl Numbers {
                 ),
             ],
         }
+    }
+}
+
+/// Makes the family of what was lost, by reason.
+fn by_reason(name: &'static str, help: &'static str, lost: &[(&str, u64)]) -> Family {
+    let labels = |what: &str| vec![("what", what.to_owned()), ("tool", "memleak".to_owned())];
+    Family {
+        name,
+        help,
+        unit: "",
+        kind: Kind::Counter,
+        series: lost
+            .iter()
+            .map(|&(what, lost)| (labels(what), lost))
+            .collect(),
     }
 }
 

@@ -46,7 +46,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let exports = args
         .profile
         .prepare(&args.common.export, args.target.to_string())?;
-    let metrics = args.common.export.metrics(&[&printer::KILLS])?;
+    let metrics = args
+        .common
+        .export
+        .metrics(&[&printer::KILLS], &args.target.to_string())?;
     let (mut poller, output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::All)?;
     let mut symbolizer = args

@@ -107,7 +107,7 @@ impl<'a> Printer<'a> {
             if event.event == event_kind::EVENT_KILL || self.alone {
                 let kill = self.kill(&event)?;
                 self.last = Some((event.tid, event.victim.pid));
-                self.record_metrics(&kill.victim, kill.kind.map_or("", row::Kind::name));
+                self.record_metrics(&kill.victim, kill.kind.map_or("unknown", row::Kind::name));
                 self.output.row(&kill)?;
             } else if self.last != Some((event.tid, event.victim.pid)) {
                 let row = AlsoKilled {

@@ -50,7 +50,10 @@ fn run(args: Args) -> Result<ExitCode> {
     args.check()?;
     kernel_support::preflight()?;
     memtools::bpf::attach::capture_log(args.common.verbose);
-    let metrics = args.common.export.metrics(&totals::METRICS)?;
+    let metrics = args
+        .common
+        .export
+        .metrics(&totals::METRICS, &args.target.to_string())?;
     let (mut poller, output) = args.common.start()?;
     let mut target = Target::resolve(&args.target, TaskKind::All)?;
     target::warn_if_interval_is_pid(args.interval, &args.target.filter.pid);
