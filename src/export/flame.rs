@@ -10,7 +10,7 @@ use inferno::flamegraph::{self, Options, TextTruncateDirection};
 use crate::export::folded::{self, Folded};
 use crate::export::profile::Profile;
 use crate::export::saved_profile::SavedProfile;
-use crate::print::{clock, identity};
+use crate::print::{clock, identity, text};
 use crate::stacks::named::NamedStack;
 
 /// Colour of kernel frames. Frames of the program are green.
@@ -182,7 +182,7 @@ fn subtitle(profile: &Profile) -> String {
         profile.until.date(),
         clock::time_of_day(&profile.since),
         clock::time_of_day(&profile.until),
-        profile.total(profile.main_value),
+        text::grouped(profile.total(profile.main_value)),
         counted(profile),
     );
     for remark in &profile.remarks {

@@ -6,8 +6,6 @@ use crate::print::text;
 use crate::serve::report::{Page, Row};
 use crate::serve::trend::Trend;
 
-/// Seconds after which a browser reloads the page.
-const REFRESH: u64 = 5;
 /// Frames that are shown of a stack while it is folded.
 const INNERMOST: usize = 4;
 /// Width and height of a sparkline, in pixels.
@@ -27,15 +25,20 @@ td.s { font-family: ui-monospace, monospace; font-size: 12px; overflow-wrap: any
 summary { cursor: pointer }
 ol { margin: .3rem 0 .5rem; padding-left: 2rem }
 svg { color: #2a7; display: block }
+@media (max-width: 40rem) {
+  body { font-size: 12px; margin: .5rem auto; padding: 0 .5rem }
+  th, td { padding-right: .4rem }
+  .t { display: none }
+}
 ";
 
 /// Formats the page of a report.
 pub(super) fn page(page: &Page) -> String {
-    let mut html = head(&page.title, Some(REFRESH));
+    let mut html = head(&page.title);
     // Writing to a String does not fail.
     let _ = write!(
         html,
-        "<h1>{}</h1>\n<p>{}</p>\n",
+        "<h1>{}</h1>\n<p>{} (<a href=\"\">reload</a>)</p>\n",
         escape(&page.title),
         escape(&page.facts.join("; ")),
     );
@@ -55,7 +58,7 @@ pub(super) fn page(page: &Page) -> String {
 
 /// Formats the list of profiles, at the path where Go programs have it.
 pub(super) fn index() -> String {
-    let mut html = head("/debug/pprof/", None);
+    let mut html = head("/debug/pprof/");
     html += "<h1>/debug/pprof/</h1>\n<ul>\n";
     for name in ["allocs", "heap"] {
         let _ = writeln!(html, "<li><a href=\"{name}\">{name}</a></li>");
@@ -65,13 +68,10 @@ pub(super) fn index() -> String {
     html
 }
 
-fn head(title: &str, refresh: Option<u64>) -> String {
-    let refresh = refresh.map_or_else(String::new, |seconds| {
-        format!("<meta http-equiv=\"refresh\" content=\"{seconds}\">\n")
-    });
+fn head(title: &str) -> String {
     let title = escape(title);
     format!(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n{refresh}\
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>{title}</title>\n\
          <style>\n{STYLE}</style>\n</head>\n<body>\n"
     )
@@ -87,14 +87,14 @@ fn table(html: &mut String, heading: &str, page: &Page, rows: &[Row], nothing: &
     for column in &page.columns {
         let _ = write!(html, "<th class=\"n\">{}</th>", escape(column));
     }
-    html.push_str("<th class=\"n\">a second</th><th></th><th>stack</th></tr>\n");
+    html.push_str("<th class=\"n\">a second</th><th class=\"t\"></th><th>stack</th></tr>\n");
     for row in rows {
         html.push_str("<tr>");
         for number in &row.numbers {
             let _ = write!(html, "<td class=\"n\">{}</td>", escape(number));
         }
         let growth = row.per_second.map_or_else(String::new, signed);
-        let _ = write!(html, "<td class=\"n\">{growth}</td><td>");
+        let _ = write!(html, "<td class=\"n\">{growth}</td><td class=\"t\">");
         html.push_str(&sparkline(&row.trend));
         html.push_str("</td><td class=\"s\">");
         stack(html, row);
@@ -214,6 +214,7 @@ mod tests {
     fn what_is_not_there_is_said() {
         let page = page(&Page::default());
         assert!(page.contains("<p>none grows</p>"), "{page}");
-        assert!(page.contains("refresh\" content=\"5\""), "{page}");
+        // A reload would close what the reader has unfolded.
+        assert!(!page.contains("refresh"), "{page}");
     }
 }

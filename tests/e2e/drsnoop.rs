@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use libtest_mimic::Trial;
+use memtools::print::text::grouped;
 use regex_lite::Regex;
 use serde_json::Value;
 
@@ -174,7 +175,7 @@ fn stacks_show_who_stalled() -> Result<()> {
     }
     ensure!(in_write >= 50, "{in_write} of {} rows", rows.len());
     let delays = rows.iter().filter_map(|row| row["latency_ns"].as_u64());
-    let all = format!("{} ns", delays.sum::<u64>());
+    let all = format!("{} ns", grouped(delays.sum::<u64>()));
     let image = fs::read_to_string(flame)?;
     ensure!(image.contains(&all), "no {all} in {image}");
     ensure!(image.contains("try_to_free_mem_cgroup_pages ("));

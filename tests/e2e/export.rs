@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use memtools::print::text::grouped;
 use serde_json::Value;
 
 use crate::harness::{self, Cgroup, Tool, ToolOutput, Workload};
@@ -203,7 +204,7 @@ fn a_heap_is_what_was_reported() -> Result<()> {
     let image = files.flame()?;
     let bytes = "leak_malloc (126,883 bytes, ";
     ensure!(image.contains(bytes), "no {bytes}");
-    let all = format!("{} bytes", sum(&reports, "bytes"));
+    let all = format!("{} bytes", grouped(sum(&reports, "bytes")));
     ensure!(
         image.contains("memleak: outstanding allocations of pid "),
         "no title"
@@ -342,7 +343,7 @@ fn the_kernels_heap_is_what_was_reported() -> Result<()> {
     let ended = trace("memleak", "memleak: tracing", &workload, &options, &files)?;
     let reports = rows(&ended, "report")?;
     let image = files.flame()?;
-    let all = format!("{} bytes", sum(&reports, "bytes"));
+    let all = format!("{} bytes", grouped(sum(&reports, "bytes")));
     ensure!(image.contains(&all), "no {all}");
     let (_, total) = files.top("inuse_space")?;
     ensure!(
@@ -476,7 +477,10 @@ fn mappings_have_both_numbers() -> Result<()> {
     let bytes = files.top("mmap_space")?.1;
     ensure!(bytes > 0 && bytes == sum(&mapped, "size_bytes"), "{bytes}");
     let image = files.flame()?;
-    ensure!(image.contains(&format!("{bytes} bytes")), "no {bytes}");
+    ensure!(
+        image.contains(&format!("{} bytes", grouped(bytes))),
+        "no {bytes}"
+    );
     ensure!(image.contains("leak_mmap (126,883 bytes, "), "no leak_mmap");
     Ok(())
 }

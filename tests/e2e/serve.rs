@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use memtools::print::text::grouped;
 use tempfile::TempDir;
 
 use crate::export::{by_leaf, pprof, rows, sum, top};
@@ -232,7 +233,7 @@ fn a_heap_is_what_is_reported() -> Result<()> {
             "{path} {value} {flat:?}: {stacks:#?}"
         );
     }
-    let all = format!("{} bytes", sum(&reports, "bytes"));
+    let all = format!("{} bytes", grouped(sum(&reports, "bytes")));
     ensure!(image.contains(&all), "no {all}");
     let bytes = "leak_malloc (126,883 bytes, ";
     ensure!(image.contains(bytes), "no {bytes}");
