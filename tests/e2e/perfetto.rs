@@ -257,7 +257,7 @@ fn calls_are_on_their_threads() -> Result<()> {
         ("mmapsnoop", "mmap", &[][..]),
         ("brkstack", "brk", &["--events"]),
     ] {
-        let file = folder.path().join(tool);
+        let file = folder.path().join(format!("{tool}.pftrace"));
         let mut program = Workload::start("contend", &["8", "1009", call])?;
         let live = format!("tracing {call}(2)");
         let tool = start(tool, &program.pid(), &file, args, &live)?;

@@ -25,7 +25,8 @@ pub(super) fn tests() -> Vec<Trial> {
 
 fn files_of_several_tools_are_one_timeline() -> Result<()> {
     let folder = harness::scratch()?;
-    let files = ["one", "two", "three"].map(|name| folder.path().join(name));
+    let files =
+        ["one.pftrace", "two.pftrace", "three.pftrace"].map(|name| folder.path().join(name));
     let mut program = Workload::start("alloc", &["big", "101", "33554467"])?;
     let pid = program.pid();
     let tools = [
@@ -79,7 +80,7 @@ fn files_of_several_tools_are_one_timeline() -> Result<()> {
 /// Three tools run at once, while a task reclaims memory and is then killed.
 fn reclaim_and_kills_in_a_cgroup() -> Result<()> {
     let folder = harness::scratch()?;
-    let file = |tool: &str| folder.path().join(tool);
+    let file = |tool: &str| folder.path().join(format!("{tool}.pftrace"));
     let group = Group::new("memtools-perfetto", 8 << 20)?;
     group.forbid_swap()?;
     let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64", "77"]))?;
