@@ -640,3 +640,20 @@ fn alert_rules_are_of_metrics_that_the_man_pages_name() {
     let unknown = words.find(|word| word.starts_with("memtools_") && !is_named(word));
     assert_eq!(unknown, None);
 }
+
+/// In the locale C and 80 columns, as on a console of a rescue system.
+#[test]
+fn man_shows_the_man_pages_without_warnings() {
+    for tool in tools() {
+        let mut man = Command::new("man");
+        man.args(["--warnings", "-l", &format!("{ROOT}/tools/{tool}.8")])
+            .envs([("LC_ALL", "C"), ("MANWIDTH", "80")])
+            .stdout(Stdio::null());
+        let Ok(shown) = man.output() else {
+            eprintln!("not run: there is no man");
+            return;
+        };
+        let warnings = String::from_utf8_lossy(&shown.stderr);
+        assert!(warnings.is_empty(), "{tool}: {warnings}");
+    }
+}
