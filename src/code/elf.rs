@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use memchr::memmem;
 use object::elf as raw;
 
-use crate::code::elf_file::{Elf, c_string, read_at};
+use crate::code::elf_file::{Elf, Section, c_string, read_at};
 use crate::code::limits::{self, Deadline};
 use crate::code::registers::MACHINE;
 
@@ -67,31 +67,25 @@ pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec
             "the names of its functions have more than {} MiB",
             limits::MAX_SYMBOLS >> 20
         );
-        // Many names are read in parts, and the table once for each part.
         for start in (0..names.size).step_by(NAMES as usize) {
-            let length = (names.size - start).min(NAMES + limits::MAX_NAME as u64) as usize;
-            let names = elf.bytes(names.file_offset + start, length)?;
+            let part = NamesPart::read(&elf, names, start)?;
             elf.each_function(table, |symbol| {
-                let Some(at) = u64::from(symbol.name).checked_sub(start) else {
+                let Some(name) = part.name(symbol.name) else {
                     return Ok(());
                 };
-                let name = names.get(at as usize..).filter(|_| at < NAMES);
-                let Some(Ok(name)) = name.and_then(c_string).map(str::from_utf8) else {
+                if symbol.is_ifunc || !wanted(name, symbol.local) {
                     return Ok(());
-                };
-                let name = name.split('@').next().unwrap_or(name);
-                if !symbol.is_ifunc
-                    && wanted(name, symbol.local)
-                    && let Some(offset) = elf.file_offset(symbol.address)
-                {
-                    let size = sizes.entry((name.to_owned(), offset)).or_default();
-                    *size = symbol.size.max(*size);
-                    ensure!(
-                        sizes.len() <= limits::MAX_FOUND,
-                        "it has more than {} functions of such names",
-                        limits::MAX_FOUND
-                    );
                 }
+                let Some(offset) = elf.file_offset(symbol.address) else {
+                    return Ok(());
+                };
+                let size = sizes.entry((name.to_owned(), offset)).or_default();
+                *size = symbol.size.max(*size);
+                ensure!(
+                    sizes.len() <= limits::MAX_FOUND,
+                    "it has more than {} functions of such names",
+                    limits::MAX_FOUND
+                );
                 Ok(())
             })?;
         }
@@ -106,6 +100,30 @@ pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec
         .collect();
     functions.sort_by(|a, b| (a.file_offset, &a.name).cmp(&(b.file_offset, &b.name)));
     Ok(functions)
+}
+
+/// Part of a file's names of symbols. Many names are read in parts, and the table of symbols once for each part.
+struct NamesPart {
+    /// Offset of the part from the first name.
+    start: u64,
+    /// The names, and so much of the next part as the last name can reach into.
+    bytes: Vec<u8>,
+}
+
+impl NamesPart {
+    fn read(elf: &Elf, names: &Section, start: u64) -> Result<Self> {
+        let length = (names.size - start).min(NAMES + limits::MAX_NAME as u64);
+        let bytes = elf.bytes(names.file_offset + start, length as usize)?;
+        Ok(Self { start, bytes })
+    }
+
+    /// Returns the name at an offset from the first name, without version; None if it begins in another part.
+    fn name(&self, offset: u32) -> Option<&str> {
+        let at = u64::from(offset).checked_sub(self.start)?;
+        let bytes = self.bytes.get(at as usize..).filter(|_| at < NAMES)?;
+        let name = str::from_utf8(c_string(bytes)?).ok()?;
+        name.split('@').next()
+    }
 }
 
 /// Returns the address of a file's first loaded page, in the file's own address space.

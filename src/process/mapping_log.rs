@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
-use perf_event::data::Record;
+use perf_event::data::{Mmap2, Record};
 use perf_event::events::Software;
 use perf_event::{Builder, Clock, SampleFlag, Sampler};
 
@@ -165,37 +165,12 @@ impl MappingLog {
                     .last_chunk()
                     .map_or(0, |time| u64::from_ne_bytes(*time));
                 let change = match record.parse_record() {
-                    Ok(Record::Mmap2(map)) => {
-                        // For these mappings /proc/PID/maps has an empty path.
-                        let name = map.filename.strip_prefix(b"//anon");
-                        let path = name.unwrap_or(&map.filename).to_vec();
-                        let path = PathBuf::from(OsString::from_vec(path));
-                        Some(Change::Mapped(
-                            map.pid,
-                            Mapping {
-                                range: map.addr..map.addr.saturating_add(map.len),
-                                executable: true,
-                                file_offset: map.pgoff,
-                                device: (map.maj().unwrap_or(0), map.min().unwrap_or(0)),
-                                inode: map.ino().unwrap_or(0),
-                                path,
-                            },
-                        ))
-                    }
-                    Ok(Record::Comm(comm)) if exec => Some(Change::Exec(comm.pid)),
-                    Ok(Record::Comm(comm)) => {
-                        Some(Change::Renamed(comm.pid, comm.comm.into_owned()))
-                    }
-                    // With the same PID the fork has created a thread.
-                    Ok(Record::Fork(fork)) if fork.pid != fork.ppid => {
-                        Some(Change::Forked(fork.ppid, fork.pid))
-                    }
-                    Ok(Record::Exit(exit)) => exited(&mut self.without_main, exit.pid, exit.tid),
                     Ok(Record::Lost(lost)) => {
                         self.lost += lost.lost;
                         None
                     }
-                    _ => None,
+                    Ok(record) => change(record, exec, &mut self.without_main),
+                    Err(_) => None,
                 };
                 changes.extend(change.map(|change| (time, change)));
             }
@@ -224,6 +199,33 @@ fn log_bytes(cpus: usize) -> usize {
     let share = (ALL_LOGS_BYTES / cpus.max(1)).saturating_sub(HEAD_BYTES);
     let whole = (share + 1).next_power_of_two() / 2;
     whole.clamp(LEAST_BYTES, LOG_BYTES)
+}
+
+/// Returns the change that a record stands for. `exec` is whether a record of a name is of an exec.
+fn change(record: Record, exec: bool, without_main: &mut HashSet<u32>) -> Option<Change> {
+    match record {
+        Record::Mmap2(map) => Some(Change::Mapped(map.pid, mapping(&map))),
+        Record::Comm(comm) if exec => Some(Change::Exec(comm.pid)),
+        Record::Comm(comm) => Some(Change::Renamed(comm.pid, comm.comm.into_owned())),
+        // With the same PID the fork has created a thread.
+        Record::Fork(fork) if fork.pid != fork.ppid => Some(Change::Forked(fork.ppid, fork.pid)),
+        Record::Exit(exit) => exited(without_main, exit.pid, exit.tid),
+        _ => None,
+    }
+}
+
+fn mapping(map: &Mmap2) -> Mapping {
+    // For these mappings /proc/PID/maps has an empty path.
+    let path = map.filename.strip_prefix(b"//anon");
+    let path = path.unwrap_or(&map.filename).to_vec();
+    Mapping {
+        range: map.addr..map.addr.saturating_add(map.len),
+        executable: true,
+        file_offset: map.pgoff,
+        device: (map.maj().unwrap_or(0), map.min().unwrap_or(0)),
+        inode: map.ino().unwrap_or(0),
+        path: PathBuf::from(OsString::from_vec(path)),
+    }
 }
 
 /// Returns the change by the exit of a thread, if it was the last of its process. `without_main` has the processes whose

@@ -8,6 +8,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fs::File;
+use std::hash::Hash;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result};
@@ -95,6 +96,44 @@ enum State {
     Passed(RegisterContents),
 }
 
+/// Paths through a function that are still to be followed, as addresses of instructions, each with the state there.
+struct Paths<S> {
+    ahead: Vec<(u64, S)>,
+    followed: FxHashSet<(u64, S)>,
+}
+
+impl<S: Copy + Eq + Hash> Paths<S> {
+    fn from(entry: (u64, S)) -> Self {
+        Self {
+            ahead: vec![entry],
+            followed: FxHashSet::default(),
+        }
+    }
+
+    fn add(&mut self, address: u64, state: S) {
+        self.ahead.push((address, state));
+    }
+
+    /// Returns an instruction and a state with which it was not followed before. Returns None at the end of all paths.
+    fn next(&mut self) -> Option<(u64, S)> {
+        while let Some(path) = self.ahead.pop() {
+            if self.followed.insert(path) {
+                return Some(path);
+            }
+        }
+        None
+    }
+
+    fn are_too_long(&self) -> bool {
+        self.followed.len() > MAX_INSTRUCTIONS
+    }
+}
+
+/// Whether a call ends a path.
+fn does_not_return(callee: Option<Callee<'_>>) -> bool {
+    matches!(callee, Some(Callee::Import(name)) if NO_RETURN.contains(&name))
+}
+
 impl Calls {
     /// The calls in this file's code.
     ///
@@ -122,60 +161,43 @@ impl Calls {
             return Forwarding::Never;
         };
         let mut information = InstructionInfoFactory::new();
-        let mut ways = vec![(entry, State::Before(RegisterContents::at_entry()))];
-        let mut seen = FxHashSet::default();
-        let (mut always, mut ever) = (true, false);
-        while let Some((address, state)) = ways.pop() {
-            if !seen.insert((address, state)) {
-                continue;
-            }
-            let instruction = self
-                .instruction(address)
-                .filter(|_| seen.len() <= MAX_INSTRUCTIONS);
-            let Some(instruction) = instruction else {
-                always = false;
+        let mut paths = Paths::from((entry, State::Before(RegisterContents::at_entry())));
+        let (mut on_some_path, mut on_all_paths) = (false, true);
+        while let Some((address, state)) = paths.next() {
+            let Some(instruction) = self.instruction(address).filter(|_| !paths.are_too_long())
+            else {
+                on_all_paths = false;
                 continue;
             };
-            let next = instruction.next_ip();
             let callee = self.callee(&instruction);
-            let held = state.held();
-            let passed = callee.is_some_and(|callee| others(callee, CallArguments(held)));
-            ever |= passed;
+            let arguments = CallArguments(state.held());
+            let passed = callee.is_some_and(|callee| others(callee, arguments));
+            on_some_path |= passed;
+            let next = instruction.next_ip();
+            let target = instruction.near_branch_target();
             match instruction.flow_control() {
                 FlowControl::Next => {
-                    ways.push((next, state.after(&mut information, &instruction, passes)));
+                    paths.add(next, state.after(&mut information, &instruction, passes));
                 }
                 FlowControl::ConditionalBranch => {
-                    ways.push((next, state));
-                    ways.push((instruction.near_branch_target(), state));
+                    paths.add(next, state);
+                    paths.add(target, state);
                 }
                 // A function's last call can be a jump.
                 FlowControl::UnconditionalBranch if passed => {}
-                FlowControl::UnconditionalBranch => {
-                    ways.push((instruction.near_branch_target(), state));
-                }
-                FlowControl::IndirectBranch => always &= passed,
+                FlowControl::UnconditionalBranch => paths.add(target, state),
+                FlowControl::IndirectBranch => on_all_paths &= passed,
+                FlowControl::Call | FlowControl::IndirectCall if does_not_return(callee) => {}
                 FlowControl::Call | FlowControl::IndirectCall => {
-                    let ends =
-                        matches!(callee, Some(Callee::Import(name)) if NO_RETURN.contains(&name));
-                    let held = held.after_call();
-                    let after = match (passed, state, passes) {
-                        (true, ..) => State::Passed(held),
-                        // A block that was freed stays freed.
-                        (false, State::Passed(_), Forwarded::Arguments) => State::Passed(held),
-                        _ => State::Before(held),
-                    };
-                    if !ends {
-                        ways.push((next, after));
-                    }
+                    paths.add(next, state.after_call(passed, passes));
                 }
-                FlowControl::Return => always &= matches!(state, State::Passed(_)),
+                FlowControl::Return => on_all_paths &= matches!(state, State::Passed(_)),
                 // Traps: the process ends.
                 FlowControl::Interrupt | FlowControl::Exception => {}
-                FlowControl::XbeginXabortXend => always = false,
+                FlowControl::XbeginXabortXend => on_all_paths = false,
             }
         }
-        match (ever, always) {
+        match (on_some_path, on_all_paths) {
             (false, _) => Forwarding::Never,
             (true, false) => Forwarding::Sometimes,
             (true, true) => Forwarding::Always,
@@ -187,25 +209,23 @@ impl Calls {
         let Some(entry) = elf::address(&self.segments, function.file_offset) else {
             return true;
         };
-        let (mut ways, mut seen) = (vec![entry], FxHashSet::default());
-        while let Some(address) = ways.pop() {
-            if !seen.insert(address) {
-                continue;
-            }
-            let instruction = self
-                .instruction(address)
-                .filter(|_| seen.len() <= MAX_INSTRUCTIONS);
-            let Some(instruction) = instruction else {
+        let mut paths = Paths::from((entry, ()));
+        while let Some((address, ())) = paths.next() {
+            let Some(instruction) = self.instruction(address).filter(|_| !paths.are_too_long())
+            else {
                 return true;
             };
             let (next, target) = (instruction.next_ip(), instruction.near_branch_target());
             match (instruction.flow_control(), self.callee(&instruction)) {
-                (_, Some(Callee::Import(name))) if NO_RETURN.contains(&name) => {}
+                (_, callee) if does_not_return(callee) => {}
                 (_, Some(Callee::Import(_))) => return true,
                 (FlowControl::IndirectCall | FlowControl::IndirectBranch, None) => return true,
-                (FlowControl::ConditionalBranch, _) => ways.extend([next, target]),
-                (FlowControl::UnconditionalBranch, _) => ways.push(target),
-                (FlowControl::Next | FlowControl::Call, _) => ways.push(next),
+                (FlowControl::ConditionalBranch, _) => {
+                    paths.add(next, ());
+                    paths.add(target, ());
+                }
+                (FlowControl::UnconditionalBranch, _) => paths.add(target, ()),
+                (FlowControl::Next | FlowControl::Call, _) => paths.add(next, ()),
                 _ => {}
             }
         }
@@ -274,6 +294,17 @@ impl State {
     fn held(self) -> RegisterContents {
         let (Self::Before(held) | Self::Passed(held)) = self;
         held
+    }
+
+    /// Returns the state after a call, which `passed` tells is one of the other function.
+    fn after_call(self, passed: bool, passes: Forwarded) -> Self {
+        let held = self.held().after_call();
+        match (passed, self, passes) {
+            (true, ..) => Self::Passed(held),
+            // A block that was freed stays freed.
+            (false, Self::Passed(_), Forwarded::Arguments) => Self::Passed(held),
+            _ => Self::Before(held),
+        }
     }
 
     /// Returns the state after an instruction that is no jump.

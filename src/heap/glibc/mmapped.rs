@@ -29,39 +29,38 @@ pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
         inner: inner_headers(image),
     };
     for area in memory {
-        // Only present pages can begin a chunk.
-        let runs = image.copied();
-        let first = runs.partition_point(|run| run.end <= area.start);
-        let mut after = area.start;
-        for run in runs[first..].iter().take_while(|run| run.start < area.end) {
-            let mut page = run.start.max(after).max(area.start);
-            while page < run.end.min(area.end) {
-                let segment = segments.partition_point(|range| range.end <= page);
-                let next = segments.get(segment);
-                if let Some(range) = next.filter(|range| range.start <= page) {
-                    page = range.end.next_multiple_of(PAGE);
-                    after = page;
-                    continue;
-                }
-                let limit = next.map_or(area.end, |range| range.start.min(area.end));
-                match finder.at(page, limit) {
-                    Some((address, size)) => {
-                        let end = address + size + finder.outside;
-                        walk.chunks.push(Chunk {
-                            address,
-                            size,
-                            state: State::InUse,
-                            arena: MMAPPED,
-                        });
-                        walk.mmapped.push(page..end);
-                        page = end;
-                    }
-                    None => page += PAGE,
-                }
-                after = page;
+        let mut from = area.start;
+        while let Some(page) = present_page(image, from..area.end) {
+            let next = segments.partition_point(|segment| segment.end <= page);
+            let next = segments.get(next);
+            if let Some(segment) = next.filter(|segment| segment.start <= page) {
+                from = segment.end.next_multiple_of(PAGE);
+                continue;
             }
+            let limit = next.map_or(area.end, |segment| segment.start.min(area.end));
+            from = match finder.at(page, limit) {
+                Some((address, size)) => {
+                    let end = address + size + finder.outside;
+                    walk.chunks.push(Chunk {
+                        address,
+                        size,
+                        state: State::InUse,
+                        arena: MMAPPED,
+                    });
+                    walk.mmapped.push(page..end);
+                    end
+                }
+                None => page + PAGE,
+            };
         }
     }
+}
+
+/// Returns the first page of a range that is present: only such a page can begin a chunk.
+fn present_page(image: &Image, range: Range<u64>) -> Option<u64> {
+    let runs = image.copied();
+    let run = runs.get(runs.partition_point(|run| run.end <= range.start))?;
+    Some(run.start.max(range.start)).filter(|page| *page < range.end)
 }
 
 /// Finds possible headers just before a page, of chunks aligned to more than a page. Returns the headers by the page
