@@ -158,9 +158,25 @@ impl Disassembly {
             mnemonic => mnemonic.starts_with('j') && line.target.is_some(),
         }
     }
+
+    /// Returns the first instruction of a function that kernels emulate, if it is certain to be reached.
+    fn cheap_place(&self, entry: u64) -> Option<u64> {
+        let lines = self.lines.range(entry..);
+        let mut reached = lines.take_while(|(_, line)| !line.dereferences());
+        reached.map(|(at, _)| *at).find(|at| self.is_cheap_at(*at))
+    }
 }
 
 impl Line {
+    /// Whether the instruction reads or writes where a register points to, which may be no memory.
+    fn dereferences(&self) -> bool {
+        let of_register = self.operands.contains("(%") && !self.operands.contains("(%rip)");
+        of_register
+            && !["lea", "nop"]
+                .iter()
+                .any(|kind| self.mnemonic.starts_with(kind))
+    }
+
     /// Parses `  98ef3:\tje     98fb8 <cfree+0xc8>`.
     fn parse(line: &str) -> Option<(u64, Self)> {
         let (address, instruction) = line.trim_start().split_once(":\t")?;
@@ -247,9 +263,11 @@ fn at_a_probe_all_is_as_at_the_entry() {
     }
 }
 
-/// The busiest functions are those that an allocating program calls most.
+/// The busiest functions are those that an allocating program calls most. A compiler can leave them no such place, as
+/// that of Debian 13 did with jemalloc's free().
 #[test]
 fn the_busiest_functions_are_probed_where_it_is_cheap() {
+    let (mut cheap, mut others) = (0, 0);
     for name in libraries() {
         let library = Library::open(name, &[1]);
         let code = Disassembly::of(&library);
@@ -261,13 +279,17 @@ fn the_busiest_functions_are_probed_where_it_is_cheap() {
             {
                 let offset = function.place.offset;
                 println!("{name}: {busy}+{offset:#x}");
-                assert!(
-                    code.is_cheap_at(function.address + offset),
-                    "{name}: {busy}+{offset:#x}"
-                );
+                if code.is_cheap_at(function.address + offset) {
+                    cheap += 1;
+                } else {
+                    others += 1;
+                    let place = code.cheap_place(function.address);
+                    assert_eq!(place, None, "{name}: {busy}+{offset:#x}");
+                }
             }
         }
     }
+    assert!(cheap > 4 * others, "{cheap} are, {others} are not");
 }
 
 /// Stopped child that has the library mapped. The test runs the library's code in it, step by step.
