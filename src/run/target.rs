@@ -224,28 +224,27 @@ impl Target {
     }
 }
 
-/// Prints a hint on stderr if an interval after `-p` is also the id of a process, which was probably meant.
+/// Prints a hint on stderr if an interval is also the id of a process, which was probably meant. `named` has the
+/// processes that -p names.
 pub fn warn_if_interval_is_pid(interval: Option<Duration>, named: &[u32]) {
     if let Some(pid) = interval.and_then(|interval| meant_pid(interval, named)) {
+        let pids: Vec<String> = named.iter().chain([&pid]).map(u32::to_string).collect();
         crate::message!(
-            "{pid} is taken for the seconds between reports; if process {pid} is meant, too: \
-             -p {},{pid}",
-            named
-                .iter()
-                .map(u32::to_string)
-                .collect::<Vec<_>>()
-                .join(",")
+            "{pid} is taken for the seconds between reports; to trace process {pid}: -p {}",
+            pids.join(",")
         );
     }
 }
 
-/// Returns the process whose id is the number of seconds of an interval, if that process runs a program, is not init,
-/// and could have been named with others.
+/// Returns the process whose id is the number of seconds of an interval, if that process runs a program and is not
+/// init. An interval of minutes is as likely as a process, unless -p names others.
 fn meant_pid(interval: Duration, named: &[u32]) -> Option<u32> {
+    const UNLIKELY: Duration = Duration::from_mins(5);
     let pid = u32::try_from(interval.as_secs()).ok()?;
-    let whole = interval.subsec_nanos() == 0;
+    let is_whole = interval.subsec_nanos() == 0;
+    let is_unlikely = !named.is_empty() || interval > UNLIKELY;
     let is_program = || Process::open(pid).and_then(|process| process.check_user_process());
-    (!named.is_empty() && whole && pid > 1 && is_program().is_ok()).then_some(pid)
+    (is_unlikely && is_whole && pid > 1 && is_program().is_ok()).then_some(pid)
 }
 
 #[cfg(test)]
@@ -257,7 +256,10 @@ mod tests {
         let own = std::process::id();
         let seconds = |seconds| Duration::from_secs(seconds);
         assert_eq!(meant_pid(seconds(own.into()), &[1]), Some(own));
-        assert_eq!(meant_pid(seconds(own.into()), &[]), None);
+        assert_eq!(
+            meant_pid(seconds(own.into()), &[]),
+            Some(own).filter(|own| *own > 300)
+        );
         assert_eq!(meant_pid(seconds(1), &[1]), None);
         let fraction = Duration::from_millis(1);
         assert_eq!(meant_pid(seconds(own.into()) + fraction, &[1]), None);

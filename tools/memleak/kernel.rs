@@ -39,6 +39,7 @@ use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Wake;
 use memtools::run::priority;
 use memtools::run::privileges;
+use memtools::run::target::warn_if_interval_is_pid;
 use memtools::serve::server::Server;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::KernelNames;
@@ -57,6 +58,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let difference = Difference::of(args, View::Outstanding)?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
+    warn_if_interval_is_pid(args.interval, &args.pid);
     privileges::keep_tracing_and(&[])?;
     let filter = args::filter(args).resolve(None, TaskKind::All)?;
     check_cache(args.kernel.cache.as_deref())?;
