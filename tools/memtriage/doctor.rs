@@ -55,6 +55,14 @@ struct Checked {
     remarks: Vec<String>,
 }
 
+/// Whether a process of this name is memtriage or one of the other tools, also one that was installed with a suffix
+/// (`memleak-mt`).
+pub(crate) fn is_tool(comm: &str) -> bool {
+    let name = comm.split('-').next();
+    let mut checked = CHECKS.iter().map(|(tool, _)| *tool);
+    name == Some("memtriage") || checked.any(|tool| Some(tool) == name)
+}
+
 /// Prints the conditions of the machine, runs the tools one after the other, and prints one or more lines for each.
 /// Returns whether all tools can run.
 ///

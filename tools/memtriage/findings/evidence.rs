@@ -3,7 +3,10 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use crate::findings::{Next, memleak_of};
+use memtools::host::kernel_log::OomScope;
+
+use crate::doctor::is_tool;
+use crate::findings::{Next, memleak_of, shell_word};
 use crate::processes::ProcessUsage;
 use crate::screen::size;
 use crate::snapshot::{self, OneShotData, Snapshot};
@@ -63,18 +66,17 @@ impl Evidence<'_> {
         processes.max_by_key(|usage| (usage.anon_and_swap(), Reverse(usage.pid)))
     }
 
-    /// Returns the process that has grown most, other than memtriage itself, with its growth in bytes. None if no
+    /// Returns the process that has grown most, other than the tools themselves, with its growth in bytes. None if no
     /// process has grown.
     pub(super) fn fastest(&self) -> Option<(&ProcessUsage, i64)> {
         let processes = self.now.processes.iter();
         let grown = processes.filter_map(|usage| Some((usage, *self.growth.get(&usage.pid)?)));
-        let own = std::process::id();
         grown
-            .filter(|(usage, bytes)| *bytes > 0 && usage.pid != own)
+            .filter(|(usage, bytes)| *bytes > 0 && !is_tool(&usage.comm))
             .max_by_key(|(usage, bytes)| (*bytes, Reverse(usage.pid)))
     }
 
-    /// Returns the process, other than memtriage itself, whose number has grown most between the two looks, and the
+    /// Returns the process, other than the tools themselves, whose number has grown most between the two looks, and the
     /// growth per second.
     pub(super) fn fastest_by(
         &self,
@@ -91,9 +93,8 @@ impl Evidence<'_> {
             let before = before.get(&(usage.pid, usage.started))?;
             Some((usage, number(usage).saturating_sub(*before)))
         });
-        let own = std::process::id();
         grown
-            .filter(|(usage, grown)| *grown > 0 && usage.pid != own)
+            .filter(|(usage, grown)| *grown > 0 && !is_tool(&usage.comm))
             .max_by_key(|(usage, grown)| (*grown, Reverse(usage.pid)))
             .map(|(usage, grown)| (usage, grown as f64 / self.seconds()))
     }
@@ -151,6 +152,23 @@ impl Evidence<'_> {
             _ => Next::from("memleak -k 10").with_culprit(Culprit::KernelPages),
         };
         (format!("{part} grows by {}/s", per_second(bytes)), next)
+    }
+
+    /// Returns the command that shows most after an OOM kill: where the memory of the cgroup is that was at its limit,
+    /// or, if there is none any more, what leads to the next kill.
+    pub(super) fn after_kill(&self, scope: &OomScope) -> Next {
+        let mut limited = self.now.groups.limited.iter();
+        let cgroup = match scope {
+            OomScope::Cgroup(Some(path)) => limited.find(|cgroup| cgroup.path == *path),
+            OomScope::Cgroup(None) | OomScope::Machine => None,
+        };
+        match cgroup {
+            Some(cgroup) => {
+                let folder = shell_word(&cgroup.folder.to_string_lossy());
+                Next::from(format!("memtriage --cgroup {folder}"))
+            }
+            None => "memtriage --record oom-reports --before-oom".into(),
+        }
     }
 
     /// Returns the command for the process that grows fastest, or else is largest.

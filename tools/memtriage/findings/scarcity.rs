@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use memtools::host::kernel_log::OomKill;
+use memtools::host::kernel_log::{OomKill, OomScope};
 
 use super::{Evidence, Judgement, Level, Next, age, level_from_thresholds, memleak_of};
 use crate::accounting::FREE_IN_LISTS;
@@ -18,26 +18,28 @@ pub(super) fn oom_kills(evidence: &Evidence<'_>) -> Judgement {
     let Some(kills) = &evidence.one_shot.kills else {
         let level = level_from_thresholds(count as f64, 1.0, f64::INFINITY);
         let text = format!("{count} OOM kills since the start; when, only root may read");
-        return (level, text, "oomkill".into());
+        return (level, text, "sudo memtriage".into());
     };
     let recent: Vec<&OomKill> = kills.iter().filter(|kill| kill.age < RECENT).collect();
     let Some(last) = recent.last() else {
         let text = format!("{count} OOM kills since the start, none in the last hour");
         return (Level::Healthy, text, "oomkill".into());
     };
-    let whose = if last.by_cgroup {
-        "its cgroup's limit"
-    } else {
-        "the machine's memory"
+    let counted = match recent.len() {
+        1 => "1 OOM kill in the last hour,".to_owned(),
+        count => format!("{count} OOM kills in the last hour; the last,"),
     };
-    let text = format!(
-        "{} OOM kills in the last hour; the last, {} ago: {} (pid {}), for {whose}",
-        recent.len(),
-        age(last.age),
-        last.comm,
-        last.pid
-    );
-    (Level::Act, text, "oomkill -e".into())
+    let victim = match last.anon {
+        Some(bytes) => format!("{} (pid {}), {}", last.comm, last.pid, size(bytes)),
+        None => format!("{} (pid {})", last.comm, last.pid),
+    };
+    let short = match &last.scope {
+        OomScope::Machine => "the machine was out of memory".to_owned(),
+        OomScope::Cgroup(None) => "its cgroup was at its limit".to_owned(),
+        OomScope::Cgroup(Some(path)) => format!("{path} was at its limit"),
+    };
+    let text = format!("{counted} {} ago: {victim}; {short}", age(last.age));
+    (Level::Act, text, evidence.after_kill(&last.scope))
 }
 
 /// Judges the rate at which available memory shrinks. Act: all is used in half a minute. Look: in two minutes. If

@@ -6,7 +6,7 @@ mod scarcity;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use memtools::host::kernel_log::OomKill;
+use memtools::host::kernel_log::{OomKill, OomScope};
 use memtools::host::memory_cgroups::{DyingCgroups, MemoryCgroup, MemoryCgroups};
 use memtools::host::pressure::Pressure;
 use memtools::host::slabinfo::Slabinfo;

@@ -167,13 +167,14 @@ fn memory_that_runs_out_names_the_part_that_no_process_has_taken() {
         ),
     ] {
         let mut machine = Machine::new(&taken(part), "");
-        // The growth of memtriage itself does not count, and that of the other process is less than half of the loss.
+        // The growth of the tools themselves does not count, and that of the other process is less than half of the loss.
         machine.growth.insert(4242, 40 << 20);
         machine.now.processes.push(ProcessUsage {
-            pid: std::process::id(),
+            pid: 77,
+            comm: "oomkill-mt".into(),
             ..ProcessUsage::default()
         });
-        machine.growth.insert(std::process::id(), 90 << 20);
+        machine.growth.insert(77, 90 << 20);
         let findings = machine.findings();
         assert_eq!(findings[0].rule, "running-out", "{findings:#?}");
         assert!(findings[0].evidence.ends_with(evidence), "{findings:#?}");
@@ -183,29 +184,69 @@ fn memory_that_runs_out_names_the_part_that_no_process_has_taken() {
 
 #[test]
 fn kills_of_the_last_hour_are_to_be_acted_on() {
-    let kill = |age| OomKill {
+    let kill = |age, scope| OomKill {
         age: Duration::from_secs(age),
         pid: 7,
         comm: "victim".into(),
-        by_cgroup: true,
+        anon: Some(23 << 20),
+        scope,
     };
     let mut machine = Machine::new("", "oom_kill 2\n");
-    machine.around.kills = Some(vec![kill(7000), kill(65)]);
+    let old = kill(7000, OomScope::Machine);
+    machine.around.kills = Some(vec![old.clone(), kill(65, OomScope::Machine)]);
     machine.expect(
         "oom-kills",
         Level::Act,
-        "1 OOM kills in the last hour; the last, 65 s ago: victim (pid 7), for its cgroup's limit",
-        "oomkill -e",
+        "1 OOM kill in the last hour, 65 s ago: victim (pid 7), 23.0M; the machine was out of memory",
+        "memtriage --record oom-reports --before-oom",
     );
-    machine.around.kills = Some(vec![kill(7000)]);
+    machine.around.kills = Some(vec![old]);
     assert_eq!(machine.findings(), []);
     machine.around.kills = None;
     machine.expect(
         "oom-kills",
         Level::Look,
         "2 OOM kills since the start",
-        "oomkill",
+        "sudo memtriage",
     );
+}
+
+#[test]
+fn a_kill_leads_to_the_cgroup_that_was_at_its_limit() {
+    let kill = |path: Option<&str>| OomKill {
+        age: Duration::from_secs(5),
+        pid: 7,
+        comm: "victim".into(),
+        anon: None,
+        scope: OomScope::Cgroup(path.map(str::to_owned)),
+    };
+    let mut machine = Machine::new("", "oom_kill 2\n");
+    machine.now.groups.limited.push(MemoryCgroup {
+        folder: "/sys/fs/cgroup/my app".into(),
+        path: "/my app".into(),
+        current: 1 << 20,
+        inactive_file: 0,
+        limit: 24 << 20,
+        hits: 0,
+        oom_kills: 0,
+    });
+    let record = "memtriage --record oom-reports --before-oom";
+    for (path, evidence, next) in [
+        (
+            Some("/my app"),
+            "victim (pid 7); /my app was at its limit",
+            "memtriage --cgroup '/sys/fs/cgroup/my app'",
+        ),
+        (
+            Some("/removed"),
+            "victim (pid 7); /removed was at its limit",
+            record,
+        ),
+        (None, "victim (pid 7); its cgroup was at its limit", record),
+    ] {
+        machine.around.kills = Some(vec![kill(None), kill(path)]);
+        machine.expect("oom-kills", Level::Act, evidence, next);
+    }
 }
 
 #[test]
