@@ -35,7 +35,7 @@ pub fn escape(name: &str) -> Cow<'_, str> {
 }
 
 /// Whether a character has no shape of its own, or turns text from right to left, or begins a line: a name with it would
-/// look like another. By Unicode's properties: formats (Cf), line and paragraph separators, and what may be left out
+/// look like another. By Unicode's properties: formats (Cf), line and paragraph separators, and what may be omitted
 /// when it cannot be shown, such as variation selectors.
 fn is_unseen(c: char) -> bool {
     const UNSEEN: GeneralCategoryGroup = GeneralCategoryGroup::Format
@@ -98,16 +98,26 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Wraps the text at spaces, into lines of at most `width` characters.
+/// Wraps the text at spaces, into lines of at most `width` characters. A number and its unit stay in one line.
 pub fn wrapped(text: &str, width: usize) -> Vec<String> {
-    let mut lines: Vec<String> = Vec::new();
+    const UNITS: [&str; 8] = ["bytes", "kB", "MB", "GB", "TB", "ms", "s", "%"];
+    let is_unit = |word: &str| UNITS.contains(&word.trim_end_matches([',', ';', ':', '.', ')']));
+    let is_number = |word: &str| word.ends_with(|c: char| c.is_ascii_digit());
+    let mut pieces: Vec<String> = Vec::new();
     for word in text.split(' ') {
+        match pieces.last_mut() {
+            Some(number) if is_number(number) && is_unit(word) => *number += &format!(" {word}"),
+            _ => pieces.push(word.to_owned()),
+        }
+    }
+    let mut lines: Vec<String> = Vec::new();
+    for piece in pieces {
         match lines.last_mut() {
-            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => {
+            Some(line) if line.chars().count() + 1 + piece.chars().count() <= width => {
                 line.push(' ');
-                line.push_str(word);
+                line.push_str(&piece);
             }
-            _ => lines.push(word.to_owned()),
+            _ => lines.push(piece),
         }
     }
     lines
@@ -214,6 +224,17 @@ mod tests {
         assert_eq!(texts, ["0", "999", "1,000", "123,456", "1,000,000"]);
         let texts = [0, 1, 1000].map(|number| count_with_noun(number, "block"));
         assert_eq!(texts, ["0 blocks", "1 block", "1,000 blocks"]);
+    }
+
+    #[test]
+    fn a_number_is_not_parted_from_its_unit() {
+        let text = "32,551 blocks, 8.7 MB; paused 17.1 and 16.2 ms";
+        assert_eq!(
+            wrapped(text, 18),
+            ["32,551 blocks,", "8.7 MB; paused", "17.1 and 16.2 ms"]
+        );
+        assert_eq!(wrapped("free (94 %); 7", 9), ["free", "(94 %); 7"]);
+        assert_eq!(wrapped("a bytes", 3), ["a", "bytes"]);
     }
 
     #[test]

@@ -21,6 +21,7 @@ mod heap_hostile;
 mod heap_jemalloc;
 mod heap_pause;
 mod heapscan;
+mod heapscan_screens;
 mod heapscan_types;
 mod hfaults;
 mod hostile;
@@ -84,6 +85,7 @@ fn all() -> impl Iterator<Item = Trial> {
         memleak_containers::tests(),
         memleak_kernel::tests(),
         memleak_processes::tests(),
+        heapscan_screens::tests(),
         heapscan_types::tests(),
         memleak_views::tests(),
         memory::tests(),
