@@ -4,7 +4,7 @@
 //!
 //! The package on crates.io has the objects in `bpf/prebuilt/<architecture>` (scripts/crate puts them there), so that
 //! it builds without clang. With the feature `build-bpf` the objects are compiled all the same. The repository never
-//! has that folder, so that a build there always compiles the C sources.
+//! has that directory, so that a build there always compiles the C sources.
 
 use std::env;
 use std::fs;
@@ -20,8 +20,8 @@ use libbpf_cargo::SkeletonBuilder;
 fn main() -> Result<()> {
     let out = PathBuf::from(env::var("OUT_DIR")?);
     let arch = env::var("CARGO_CFG_TARGET_ARCH")?;
-    // A build script runs in the package's folder. BTF records the file and the text of each source line: relative
-    // paths are the same, and found, wherever that folder is.
+    // A build script runs in the package's directory. BTF records the file and the text of each source line: relative
+    // paths are the same, and found, wherever that directory is.
     let bpf = PathBuf::from("bpf");
     println!("cargo:rerun-if-changed={}", bpf.display());
     println!("cargo:rerun-if-env-changed=CLANG");
@@ -58,7 +58,7 @@ fn main() -> Result<()> {
 /// Where objects come from.
 enum Origin {
     Sources(Clang),
-    /// The folder of the package on crates.io that has the compiled objects.
+    /// The directory of the package on crates.io that has the compiled objects.
     Prebuilt(PathBuf),
 }
 
@@ -76,7 +76,7 @@ fn object_name(source: &Path) -> String {
     file.trim_end_matches(".bpf.c").to_owned()
 }
 
-/// Makes the objects and skeletons of all `sources` in the folder `out`, one thread for each CPU.
+/// Makes the objects and skeletons of all `sources` in the directory `out`, one thread for each CPU.
 fn make_all(sources: &[PathBuf], out: &Path, origin: &Origin) -> Result<()> {
     let rest = Mutex::new(sources.iter());
     let next = || rest.lock().ok().and_then(|mut rest| rest.next());
@@ -228,7 +228,7 @@ impl Clang {
     fn stamp(&self, inputs: &Path) -> Option<String> {
         let mut hash = DefaultHasher::new();
         (&self.program, &self.version, &self.args).hash(&mut hash);
-        // Cargo.lock has the version of libbpf, whose headers are in a new temporary folder each time.
+        // Cargo.lock has the version of libbpf, whose headers are in a new temporary directory each time.
         for file in ["build.rs", "Cargo.lock"] {
             fs::read(file).ok()?.hash(&mut hash);
         }

@@ -23,7 +23,7 @@ struct event {
 	__u64 requested; /* where the heap was to end; 0: a query */
 	__u64 old_end;
 	__u64 new_end;
-	__u64 user_stack; /* ids in `stacks`; STACK_NONE also if not asked for */
+	__u64 user_stack; /* ids in `stacks`; STACK_NONE also if not requested */
 	__u64 kernel_stack;
 	__u64 cgroup; /* id, as cgroup_of_current() returns it */
 	__u32 pid;

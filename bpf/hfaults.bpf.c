@@ -2,7 +2,7 @@
 /*
  * hfaults: faults on huge pages, by process.
  *
- * Hooks, of which tools/hfaults chooses those that are asked for and possible:
+ * Hooks, of which tools/hfaults chooses those that are requested and possible:
  *   hugetlb_fault                  fentry, else kprobe; with -e also its return
  *   page-faults software event     where neither can be had: 5.17 and later, as
  *                                  the fault's mapping must be looked up
@@ -11,7 +11,7 @@
  *   folio_add_new_anon_rmap        those of other sizes, from 6.8 on
  *   shmem_alloc_and_add_folio and the older shmem_alloc_hugefolio and
  *   shmem_alloc_hugepage           return: those of shared memory
- *   sys_enter_madvise              who asks for transparent huge pages
+ *   sys_enter_madvise              who requests transparent huge pages
  */
 #include "cgroup_path.bpf.h"
 #include "count.bpf.h"
@@ -52,7 +52,7 @@ EXPORT_TYPE(struct fault_key);
 /* Fault that a thread is in. */
 struct fault {
 	struct fault_key key;
-	__u32 allocated; /* 1: a page was asked for */
+	__u32 allocated; /* 1: a page was requested */
 	__u32 reserved;
 };
 
@@ -313,7 +313,7 @@ int BPF_KRETPROBE(thp_kretprobe, unsigned int result)
 
 /*
  * Returns the order of a folio: the binary logarithm of its number of small pages; 6.6 and later.
- * The first word of a folio is its flags. The first word of its second page, in the place of flags,
+ * The first word of a folio is its flags. The first word of its second page, instead of flags,
  * has the order in its lowest byte.
  */
 static __always_inline __u32 order_of(__u64 flags, void *folio)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
  * mmapsnoop: every mmap(2), with its file and its result; munmap(2) and
- * mremap(2) where asked for.
+ * mremap(2) where requested.
  *
  * Hooks: the tracepoints of the system calls' exits. The arguments are still available there, in
  * the registers with which the task entered the kernel: nothing has to be stored at the entry,

@@ -29,7 +29,7 @@ enum oom_kind {
 	OOM_GLOBAL,
 	OOM_MEMCG,  /* a memory cgroup is at its limit */
 	OOM_CPUSET, /* the nodes that a cpuset or a memory policy permits are full */
-	OOM_SYSRQ,  /* somebody asked for the kill by SysRq */
+	OOM_SYSRQ,  /* somebody requested the kill by SysRq */
 	OOM_UNKNOWN,
 };
 
@@ -55,10 +55,10 @@ struct event {
 	__u64 total_pages;  /* that the task which wanted memory may use */
 	__u64 limit_pages;  /* of the cgroup at its limit */
 	__u64 limit_cgroup; /* id of that cgroup; 0: none, or of version 1 */
-	__u64 kernel_stack; /* of the task that wanted memory */
+	__u64 kernel_stack; /* of the triggering task */
 	__u64 user_stack;
 	struct task victim;
-	__u32 pid; /* the task that wanted memory */
+	__u32 pid; /* the triggering task */
 	__u32 tid;
 	__u32 gfp_flags;
 	__s32 order;

@@ -3,7 +3,7 @@
  * shmsnoop: the system calls of System V shared memory.
  *
  * Hooks: their tracepoints. At entry the arguments are stored by thread; at exit a call goes to
- * user space as one event, with the segment's state if that is asked for. From 7.2 on a task can be
+ * user space as one event, with the segment's state if that is requested. From 7.2 on a task can be
  * preempted in a program on these tracepoints, and the program is skipped for all other tasks on
  * that CPU meanwhile: these kernels get kprobes of the system calls' functions (src/bpf/attach.rs).
  */

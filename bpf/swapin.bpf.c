@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * swapin: pages read back from swap, by process.
+ * swapin: swap-ins by process.
  *
  * Hooks, each by fentry or else by kprobe; tools/swapin/attach.rs chooses:
  *   swap_readpage, later swap_read_folio    reads of pages
  *   zswap_load, return (6.6 and later)      whether zswap had the pages
- *   do_swap_page, entry and return          how long the task was held up; for shared
+ *   do_swap_page, entry and return          how long the task was delayed; for shared
  *                                           memory shmem_swapin_folio, before 5.18
  *                                           shmem_swapin_page
  *   swap_writepage, later swap_writeout     writes of pages, with --out
@@ -234,7 +234,7 @@ HOLDS_UP(shmem_swapin_page)
 /* clang-format on */
 
 /*
- * An entry of `reading` is not counted as lost: zswap is not asked for a page of zeroes (6.12 and
+ * An entry of `reading` is not counted as lost: zswap is not requested a page of zeroes (6.12 and
  * later), so that the entry stays although nothing was missed.
  */
 SEC("?raw_tp/sched_process_exit")

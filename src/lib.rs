@@ -21,7 +21,7 @@
 //!
 //! Each row is a floor: a module imports only from the rows above its own. `tests/suite.rs` reads the order here.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
 //! | [`parse`] | values of options, and the error of wrong usage |
 //! | [`mod@print`] | how a value becomes text or JSON |
@@ -35,7 +35,7 @@
 //! | [`export`] | symbolized stacks, and sums, in the formats that people and other programs read |
 //! | [`serve`] | the current report, for browsers and other programs, over HTTP |
 //! | [`run`] | the user-space side of a tool, from its arguments to its exit status |
-//! | [`verdict`] | which blocks of a heap are lost and what holds the rest, as heapscan and memleak print it |
+//! | [`verdict`] | which blocks of a heap are lost and what references the rest, as heapscan and memleak print it |
 //!
 //! How to add a tool is in CONTRIBUTING.md.
 

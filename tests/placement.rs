@@ -471,7 +471,7 @@ fn map(library: &Library) -> u64 {
         };
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED;
         let offset = bytes.start as i64 - before as i64;
-        // SAFETY: within the room just made.
+        // SAFETY: within the space just made.
         unsafe {
             mmap(
                 Some(at),

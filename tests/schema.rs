@@ -17,10 +17,10 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 const HEAD: &str = "\
 # The fields of JSON
 
-With `--json` (`-j`) each tool prints one object a line. All have `type`, `tool` (types of several tools have the same name), `host`, `boot_id`, and
+With `--json` (`-j`) each tool prints one object per line. All have `type`, `tool` (types of several tools have the same name), `host`, `boot_id`, and
 `schema`: the number of the types and fields below, now 1. [json-schema.json](json-schema.json) is for validators.
-It rises when a type or a field goes, or gets another name or meaning, and stays when one is added: leave out what you do not know.
-`time` is when something was, as of RFC 3339. Names of fields end in their unit. Null is what is not known, or was not asked for. Addresses are
+It rises when a type or a field goes, or gets another name or meaning, and stays when one is added: ignore what you do not know.
+`time` is when something was, as of RFC 3339. Names of fields end in their unit. Null is what is not known, or was not requested. Addresses are
 strings, hexadecimal.
 
 This page is made of the man pages, and `tests/e2e` compares each object that a tool prints with them. To add a field, name it in the section JSON of

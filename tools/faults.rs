@@ -33,7 +33,7 @@ use crate::bpf::Loaded;
 
 memtools::skeleton!("faults", FaultsSkelBuilder, stacks: unwound, plain: []);
 
-/// Count page faults, which make processes grow, by user stack and process.
+/// Count page faults by user stack and process.
 #[derive(Debug, Parser)]
 #[command(
     name = "faults",
@@ -44,15 +44,15 @@ memtools::skeleton!("faults", FaultsSkelBuilder, stacks: unwound, plain: []);
 examples:
   faults                       count page faults until Ctrl-C, and print stacks
   faults -d 30 --export faults.svg
-                               draw them as a flame graph
-  faults -p 1234 5             those of process 1234, every 5 seconds
-  faults -M                    only those that waited for a disk or for swap
-  faults --by-process -d 10    who faults how often
+                               write them as a flame graph
+  faults -p 1234 5             process 1234, every 5 seconds
+  faults -M                    only faults that waited for I/O
+  faults --by-process -d 10    page faults by process
   faults --by-process --container
                                with the container or systemd unit of each
                                process
-  faults --kernel-mode -UK     what makes the kernel fault on user memory
-  faults -c './prog -x'        from the program's start"
+  faults --kernel-mode -UK     kernel code that faults on user memory
+  faults -c './prog -x'        from the start of the program"
 )]
 struct Args {
     #[command(flatten)]
@@ -78,7 +78,7 @@ struct Args {
 
     /// Count only major faults
     ///
-    /// These wait for a disk or for swap.
+    /// Major faults wait for I/O.
     #[arg(short = 'M', long)]
     major: bool,
 
@@ -110,13 +110,13 @@ struct Args {
 
 static FAULTS: Family = Family {
     name: "memtools_page_faults_total",
-    help: "Page faults of the kinds that are asked for, by task.",
+    help: "Page faults of the selected kinds, by task.",
     labels: &["comm"],
     kind: Kind::Count,
 };
 static BYTES: Family = Family {
     name: "memtools_page_faults_bytes_total",
-    help: "Bytes of the pages of page faults of the kinds that are asked for, by task.",
+    help: "Bytes of the pages of page faults of the selected kinds, by task.",
     labels: &["comm"],
     kind: Kind::Count,
 };

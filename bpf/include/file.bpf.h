@@ -33,7 +33,7 @@ static __always_inline struct file *file_of_fd(int fd)
 	return file;
 }
 
-/* Copies the file's name without its folders. Returns its length in bytes with the NUL, or 0. */
+/* Copies the file's name without its directories. Returns its length in bytes with the NUL, or 0. */
 static __always_inline __u32 file_name(struct file *file, char name[FILE_NAME_BYTES])
 {
 	const unsigned char *from = BPF_CORE_READ(file, f_path.dentry, d_name.name);
@@ -128,7 +128,7 @@ static __always_inline struct path *path_of(struct file *file)
 /*
  * Copies the names on the way from the file up to the current task's root, each with its NUL.
  * Returns their length in bytes. Sets `complete` to 1 if the names lead to the root, to 2 if the
- * file is in no folder, as of memfd_create(2), and to 0 if names are missing.
+ * file is in no directory, as of memfd_create(2), and to 0 if names are missing.
  */
 static __always_inline __u32 file_path(struct file *file, char names[FILE_PATH_BYTES],
 				       __u32 *complete)

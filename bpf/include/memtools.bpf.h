@@ -85,7 +85,7 @@ struct {
 
 /*
  * Whether any of the programs is on a kretprobe. src/run/skeleton.rs sets this before load. The
- * kernel misses returns if too many threads are in a function, and tells nobody. The runs of other
+ * kernel misses returns if too many threads are in a function, without a report. The runs of other
  * programs that the kernel skips are counted by the kernel.
  */
 const volatile __u8 with_kretprobes;

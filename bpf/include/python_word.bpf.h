@@ -277,7 +277,7 @@ static __always_inline int python_send(struct python_slot *slot, __u64 word, __u
 	return !bpf_ringbuf_output(&python_codes, record, used, 0);
 }
 
-/* Stores a code object's word, in an empty way or in the place of another. */
+/* Stores a code object's word, in an empty way or instead of another. */
 static __always_inline void python_keep(struct python_bucket *bucket, __u64 key, __u64 word)
 {
 	__u64 way = (bpf_ktime_get_ns() >> 4) % PYTHON_WAYS;

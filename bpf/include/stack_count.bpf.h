@@ -16,7 +16,7 @@ const volatile __u8 with_user_stacks = 1;
 const volatile __u8 with_kernel_stacks;
 
 struct stack_count_key {
-	__u64 user; /* ids in `stacks`; STACK_NONE also if not asked for */
+	__u64 user; /* ids in `stacks`; STACK_NONE also if not requested */
 	__u64 kernel;
 	__u32 pid;
 	__u32 reserved;

@@ -52,7 +52,7 @@ enum stack_flags {
 enum stack_end {
 	STACK_END_ROOT,		 /* the last frame is the outermost */
 	STACK_END_DEPTH,	 /* the stack has more than stack_depth frames */
-	STACK_END_FRAME_POINTER, /* no further frame pointer; no tables were asked for */
+	STACK_END_FRAME_POINTER, /* no further frame pointer; no tables were requested */
 	STACK_END_NO_TABLES,	 /* no further frame pointer; no tables for the process */
 	STACK_END_NO_RULE,	 /* no unwind information for the code of the last frame */
 	STACK_END_NO_CODE,	 /* the next address is in no known code of the process */
@@ -188,7 +188,7 @@ static __always_inline void stack_hash_add(__u64 *id, __u64 *check, __u64 pc)
 	*check ^= *check >> 32;
 }
 
-/* Returns the table that user space has put in the place of `stacks`, or NULL. */
+/* Returns the table that user space has put instead of `stacks`, or NULL. */
 static __always_inline void *stack_map(void)
 {
 	__u32 first = 0;

@@ -11,7 +11,7 @@
 #include "totals.bpf.h"
 
 /*
- * Returns the bytes that calloc or reallocarray is asked for. These functions fail where the
+ * Returns the bytes that calloc or reallocarray is requested. These functions fail where the
  * product overflows; it is saturated here.
  */
 static __always_inline __u64 product(__u64 count, __u64 size)
@@ -235,7 +235,7 @@ static __always_inline void allocated(struct pt_regs *ctx, struct thread *thread
 		block_allocated(address, thread, stack_of_caller_at_return(ctx), use_table);
 }
 
-/* Fills the record of a thread for a slot that it takes. Returns 1 if the options want the slot. */
+/* Fills the record of a thread for a slot that it takes. Returns 1 if the options request the slot. */
 static __noinline int take_slot(struct thread *thread, __u64 slot)
 {
 	__u64 pool = slot & ~(POOL_BYTES - 1);

@@ -107,7 +107,7 @@ static __noinline int copies_replaced(__u64 address, __u64 bytes)
 
 /*
  * Looks at a call of mmap(), munmap() or mremap(), whichever process makes it: probes that are
- * placed in all processes are in those that the options leave out, too.
+ * placed in all processes are in those that the options omit, too.
  */
 static __noinline int copies_watch(struct pt_regs *ctx, __u32 kind)
 {

@@ -29,7 +29,7 @@ struct block {
 	__u64 address;
 	__u64 stack; /* id in `stacks` */
 	__u64 born;  /* see BORN_TIME_BITS */
-	__u64 owner; /* bytes asked for << BLOCK_PID_BITS | process */
+	__u64 owner; /* bytes requested << BLOCK_PID_BITS | process */
 };
 
 /* Layout of the words of a slot, and sizes of the maps. */
@@ -64,7 +64,7 @@ struct live_key {
 };
 
 struct live_block {
-	__u64 size; /* bytes asked for */
+	__u64 size; /* bytes requested */
 	__u64 stack;
 	__u64 born;
 };
@@ -81,7 +81,7 @@ struct {
 
 /*
  * First of the overflow maps. Sizes of keys and values alone: 6.1 does not take a map that is made
- * later, without types, in the place of one with types.
+ * later, without types, instead of one with types.
  */
 struct overflow {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -103,7 +103,7 @@ struct {
 /* Blocks that were put into the overflow maps, less those that were taken out again. */
 __u64 overflow_blocks;
 /*
- * Number of blocks at which user space is asked for the next map, once; from then on it checks by
+ * Number of blocks at which user space is requested the next map, once; from then on it checks by
  * itself.
  */
 const volatile __u64 overflow_threshold = ~0ULL;

@@ -100,7 +100,7 @@ EXPORT_TYPE(struct event);
  */
 struct thread {
 	__u64 sp;      /* stack pointer at the call's entry; 0: in no call */
-	__u64 size;    /* bytes asked for; saturated where the product overflows */
+	__u64 size;    /* bytes requested; saturated where the product overflows */
 	__u64 address; /* of the old block (realloc) or mapping */
 	__u64 result;  /* where the new address will be stored (posix_memalign), or 0 */
 	/* Last outermost call of a function that frees and may call another one that frees. */
@@ -210,7 +210,7 @@ struct {
 } steering SEC(".maps");
 
 /*
- * Longest duration of a run. A run that seems longer was held up: a hypervisor ran something else.
+ * Longest duration of a run. A run that seems longer was delayed: a hypervisor ran something else.
  */
 #define LONGEST_RUN_NS 1000000
 

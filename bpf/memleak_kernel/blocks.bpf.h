@@ -44,7 +44,7 @@ struct block {
 	__u64 time_ns;	 /* CLOCK_MONOTONIC at allocation */
 	__u64 cache;	 /* its struct kmem_cache, or an enum kind */
 	__u32 allocated; /* bytes taken; of pages that were freed in part, the bytes left */
-	__u32 requested; /* bytes asked for */
+	__u32 requested; /* bytes requested */
 };
 EXPORT_TYPE(struct block);
 
@@ -95,7 +95,7 @@ const volatile __u8 tells_percpu_bytes; /* of percpu_alloc_percpu: 5.19 and late
  * in the middle of the kernel's allocator. So user space adds larger maps as they are needed:
  * `blocks` is the first, and `more_blocks` has the next ones in their order. New blocks go to the
  * last map that has space. Sizes of keys and values alone: 6.1 does not take a map that is made
- * later, without types, in the place of one with types.
+ * later, without types, instead of one with types.
  */
 struct block_map {
 	__uint(type, BPF_MAP_TYPE_HASH);

@@ -245,7 +245,7 @@ fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
 }
 
 /// Returns the programs of the object that are its tool's own. Programs that unwind stacks, and hold processes
-/// meanwhile, are left out: they are part of every object that takes user stacks.
+/// meanwhile, are omitted: they are part of every object that takes user stacks.
 pub fn own_programs(object: &mut OpenObject) -> impl Iterator<Item = OpenProgramMut<'_>> {
     let programs = object.progs_mut();
     programs.filter(|program| !unwinds(program.name()))

@@ -4,7 +4,7 @@
 //! libbpf looks up each type that a program uses among all types of the kernel, of which there are more than a
 //! hundred thousand. That was a fifth of memleak's start. This module walks the kernel's types once, for all names
 //! together, and passes libbpf only the types with these names and the types that they contain by value. Targets of
-//! pointers are left out, as a program names the type that it expects there. The same walk finds the functions that
+//! pointers are omitted, as a program names the type that it expects there. The same walk finds the functions that
 //! fentry and fexit programs attach to.
 
 use std::fs::File;

@@ -11,7 +11,7 @@
 //! | a page is read from swap | `swap_readpage(page, …)` until 6.1 → `swap_read_folio(folio, …)`, in 6.12 (c9bdf768dd93) | [`first_name_in_btf`], swapin |
 //! | a page is written to swap | `swap_writepage` until 6.12 → `swap_writeout`, in 6.18 | [`first_name_in_btf`], swapin |
 //! | shared memory waits for swap | `shmem_swapin_page` → `shmem_swapin_folio`, 5.18 | [`first_name_in_btf`], swapin |
-//! | zswap is asked for a page | `zswap_load`, 6.6; it returned a bool first, and an errno later | `swapin --zswap`, by the type of the result |
+//! | zswap is requested a page | `zswap_load`, 6.6; it returned a bool first, and an errno later | `swapin --zswap`, by the type of the result |
 //! | a huge page of the pool is allocated | `alloc_huge_page` → `alloc_hugetlb_folio`, in 6.12 | [`first_name_in_btf`], hfaults |
 //! | a reserved huge page is written to | `hugetlb_cow` → `hugetlb_wp`, in 6.1 | [`first_name_in_btf`], hfaults |
 //! | shared memory gets a transparent huge page | `shmem_alloc_hugepage` → `shmem_alloc_hugefolio` → `shmem_alloc_and_add_folio` | [`first_name_in_btf`], hfaults |
@@ -51,7 +51,7 @@
 //! | an object's cache | in `struct page` before 5.17, in `struct slab` since | `memleak_kernel.bpf.c` |
 //! | the first page of a compound one | `compound_head` → `compound_info`, in 7.2 | `memleak_kernel.bpf.c` |
 //! | the size of a folio | in the second `struct page` of a compound one in 5.10; in the folio since | `swapin.bpf.c`, `hfaults.bpf.c` |
-//! | the folder above a cgroup | `kernfs_node.parent` → `__parent`, 6.14 | `cgroup_path.bpf.h` |
+//! | the directory above a cgroup | `kernfs_node.parent` → `__parent`, 6.14 | `cgroup_path.bpf.h` |
 //! | flags of a fault | macros in 5.10, an enum with the same values since | `ffaults.bpf.c`, `hfaults.bpf.c` |
 //!
 //! [`attach`]: crate::bpf::attach

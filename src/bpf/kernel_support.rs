@@ -234,7 +234,7 @@ pub fn tracepoints() -> Result<Vec<String>> {
     with_btf(tracepoints_in)
 }
 
-/// The type names of a tracepoint's arguments, in their order, pointers and qualifiers left out:
+/// The type names of a tracepoint's arguments, in their order, pointers and qualifiers omitted:
 /// `gfp_t`, `int`, `task_struct`. None if the kernel has no such tracepoint.
 ///
 /// Programs on raw tracepoints get the arguments by position, and positions change.
@@ -253,8 +253,9 @@ pub fn tracepoint_arguments(tracepoint: &str) -> Result<Option<Vec<String>>> {
         let arguments = types.arguments(&function)?;
         Some(Some(arguments.into_iter().skip(1).collect()))
     });
-    arguments?
-        .with_context(|| format!("the kernel's BTF does not tell the arguments of {tracepoint}"))
+    arguments?.with_context(|| {
+        format!("the kernel's BTF does not describe the arguments of {tracepoint}")
+    })
 }
 
 /// Returns the type name of the result of a kernel function, such as `int` or `bool`.

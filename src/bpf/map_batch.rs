@@ -221,7 +221,7 @@ impl<'a> HashMapReader<'a> {
         loop {
             let mut count = batch;
             let mut next = 0u32;
-            // SAFETY: the buffers have room for `count` entries of the map's sizes, and a place in a
+            // SAFETY: the buffers have space for `count` entries of the map's sizes, and a place in a
             // hash map takes four bytes.
             let result = unsafe {
                 lookup(

@@ -127,7 +127,7 @@ mod tests {
         assert!(get(&mut recorded, 0).is_some() && get(&mut recorded, 1).is_some());
         assert_eq!(get(&mut recorded, 2), None);
         recorded.end_round().expect("nothing fails");
-        assert!(there(0) && there(1), "both were asked for");
+        assert!(there(0) && there(1), "both were requested");
         assert!(get(&mut recorded, 1).is_some());
         recorded.end_round().expect("nothing fails");
         assert!(!there(0) && there(1));

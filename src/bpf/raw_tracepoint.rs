@@ -46,7 +46,7 @@ impl RawTracepoint {
             return Err(io::Error::from_raw_os_error(-link))
                 .with_context(|| format!("failed to attach to the tracepoint {name}"));
         }
-        // SAFETY: the descriptor was made just now, and nobody else has it.
+        // SAFETY: the descriptor was made just now, and is owned here.
         self.link = Some(unsafe { OwnedFd::from_raw_fd(link) });
         Ok(())
     }

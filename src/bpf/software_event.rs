@@ -106,7 +106,9 @@ fn follow(mut cpus: Cpus, stopped: &PipeReader, program: &OwnedFd, event: Softwa
         sources.extend(cpus.events().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         match poll(&mut sources, PollTimeout::NONE) {
             Ok(_) | Err(Errno::EINTR) => {}
-            Err(error) => return crate::note!("CPUs that come are not traced: {error}"),
+            Err(error) => {
+                return crate::note!("CPUs that come online later are not traced: {error}");
+            }
         }
         if sources[0].any() == Some(true) {
             return;
@@ -114,7 +116,7 @@ fn follow(mut cpus: Cpus, stopped: &PipeReader, program: &OwnedFd, event: Softwa
         for cpu in cpus.newly_online() {
             match attach_on(cpu, program, event) {
                 Ok(counter) => {
-                    crate::note!("CPU {cpu} has come online, and is traced from now on");
+                    crate::note!("CPU {cpu} has come online, and is traced");
                     counters.push(counter);
                 }
                 Err(error) => {

@@ -110,7 +110,7 @@ impl<'a> Functions<'a> {
                 "its .eh_frame repeats itself"
             );
             let (start, end) = (function.initial_address(), function.end_address());
-            // Functions that the linker has left out are at address 0, or anywhere.
+            // Functions that the linker has omitted are at address 0, or anywhere.
             let inside = |segment: &Range<u64>| segment.start <= start && end <= segment.end;
             if start < end && code.iter().any(inside) {
                 functions.push((to_u32(start)?, to_u32(end - 1)?, offset));

@@ -319,7 +319,7 @@ pub fn interpreter(file: &File) -> Result<Option<Vec<u8>>> {
     let length = segment.size.min(libc::PATH_MAX as u64) as usize;
     let path = elf
         .bytes(segment.file_offset, length)
-        .context("failed to read which interpreter it asks for")?;
+        .context("failed to read which interpreter it requests")?;
     Ok(Some(c_string(&path).unwrap_or(&path).to_vec()))
 }
 

@@ -86,7 +86,7 @@ pub(crate) struct Elf<'a> {
 }
 
 impl<'a> Elf<'a> {
-    /// Reads the headers. If the section headers make no sense, the file counts as one without sections: a program
+    /// Reads the headers. If the section headers are inconsistent, the file counts as one without sections: a program
     /// runs without them.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Limits of memory and time for reading one file of another user.
 //!
 //! The owner of a file can make each size, count and depth in it as large as he likes: a section of 64 GiB is a hole
-//! on his disk. So each has a limit. A file that exceeds one is left out, and the reason is reported. The limits are
+//! on his disk. So each has a limit. A file that exceeds one is omitted, and the reason is reported. The limits are
 //! above what the largest programs of distributions have.
 
 use std::mem::MaybeUninit;
@@ -55,7 +55,7 @@ impl Deadline {
     /// Checks that there is time left for the file.
     ///
     /// # Errors
-    /// If the time for the file is over, or a signal has asked for the end and the time for all files since then is
+    /// If the time for the file is over, or a signal has requested the end and the time for all files since then is
     /// over.
     pub(crate) fn check(self) -> Result<()> {
         check_interrupted()?;
@@ -71,12 +71,12 @@ impl Deadline {
 /// Checks that files may still be read.
 ///
 /// # Errors
-/// If a signal has asked for the end, and the time for all files since then is over.
+/// If a signal has requested the end, and the time for all files since then is over.
 pub(crate) fn check_interrupted() -> Result<()> {
     static ASKED: OnceLock<Instant> = OnceLock::new();
     if end_is_asked_for() {
         let asked = ASKED.get_or_init(Instant::now);
-        ensure!(asked.elapsed() <= LAST_READING, "the end was asked for");
+        ensure!(asked.elapsed() <= LAST_READING, "the end was requested");
     }
     Ok(())
 }

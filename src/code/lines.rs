@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::code::limits;
 use crate::print::text;
 
-/// Maximum number of functions that an address is in, by inlining. Further outer functions are left out.
+/// Maximum number of functions that an address is in, by inlining. Further outer functions are omitted.
 const MAX_INLINED: usize = 64;
 /// Bytes of a source file's path that are kept.
 const MAX_PATH: usize = 4096;
@@ -58,7 +58,7 @@ impl FileLines {
     /// share (made by dwz).
     ///
     /// # Errors
-    /// If one of them is no ELF file, or its sections make no sense.
+    /// If one of them is no ELF file, or its sections are inconsistent.
     pub fn read(file: &File, package: Option<&File>, supplement: Option<&File>) -> Result<Self> {
         let sections = Sections::of(file)?;
         let mut dwarf = Dwarf::load(|id| sections.get(Some(id.name())))?;

@@ -2,7 +2,7 @@
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | `arch` | code for one architecture, in a folder of its name: function entries, contents of registers, jumps |
+//! | `arch` | code for one architecture, in a directory of its name: function entries, contents of registers, jumps |
 //! | [`eh_frame`] | the functions that have unwind information |
 //! | [`elf`] | queries of ELF files: functions by name, code, kind of program |
 //! | [`elf_file`] | parser for the headers, symbols and relocations of an ELF file |

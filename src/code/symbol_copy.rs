@@ -2,9 +2,9 @@
 //!
 //! blazesym maps its files whole: a file that its owner cuts short would end the process (SIGBUS). Of several symbols
 //! at an address blazesym takes any of the largest, and walks through all of them at each lookup. Sums of numbers in
-//! the file may overflow. So blazesym is not given the file, but a file in memory (memfd) that nobody can change. The
-//! copy has segments, functions and names, read once and checked. Its functions are in order, and each has one name.
-//! The names keep their offsets: parts that no function needs are holes.
+//! the file may overflow. So blazesym is not given the file, but a file in memory (memfd) that no other process can
+//! change. The copy has segments, functions and names, read once and checked. Its functions are in order, and each has
+//! one name. The names keep their offsets: parts that no function needs are holes.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -122,7 +122,7 @@ impl SymbolCopy {
 }
 
 impl Writer<'_> {
-    /// Reserves `length` bytes in the copy, aligned as blazesym wants it, and returns their offset.
+    /// Reserves `length` bytes in the copy, aligned as blazesym requires it, and returns their offset.
     fn reserve(&mut self, length: u64) -> u64 {
         let at = self.end.next_multiple_of(BLOCK as u64);
         self.end = at + length;

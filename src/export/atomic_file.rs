@@ -30,7 +30,7 @@ impl AtomicFile {
     ///
     /// # Errors
     /// If `path` exists and is not a regular file, such as a device, which would be lost; if another user could have
-    /// the file written to another place; or if the folder cannot be written to.
+    /// the file written to another place; or if the directory cannot be written to.
     pub fn at(path: &Path) -> Result<Self> {
         Self::with_mode(path, PRIVATE)
     }
@@ -205,7 +205,7 @@ mod tests {
     use super::*;
 
     fn names(folder: &Path) -> Vec<String> {
-        let entries = fs::read_dir(folder).expect("a folder");
+        let entries = fs::read_dir(folder).expect("a directory");
         let name = |entry: io::Result<fs::DirEntry>| entry.expect("an entry").file_name();
         let mut names: Vec<String> = entries
             .map(|entry| name(entry).into_string().expect("UTF-8"))
@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn it_is_there_whole_or_as_before() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("a.svg");
         let file = AtomicFile::at(&path).expect("writable");
         assert_eq!(
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_written_is_told_at_once() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         for wrong in ["/dev/null", "/", "/proc/x.svg", "/nonexistent/x.svg"] {
             let error = AtomicFile::at(Path::new(wrong)).expect_err(wrong);
             assert!(format!("{error:#}").contains(wrong), "{error:#}");
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_link_stays_and_its_file_is_replaced() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let (file, link) = (folder.path().join("file"), folder.path().join("link"));
         fs::write(&file, "old").expect("room");
         symlink(&file, &link).expect("a link");
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn a_file_keeps_its_mode_owner_and_attributes() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("a.svg");
         let mode = || fs::metadata(&path).expect("a file").mode() & 0o7777;
         let write = |file: &AtomicFile| file.write(|out| Ok(out.write_all(b"x")?)).expect("room");
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn a_failure_is_forgotten_once_the_file_is_written() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("a.prom");
         let mut file = Refreshed::at(&path).expect("writable");
         file.write(|_| bail!("no more"));

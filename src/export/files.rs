@@ -172,7 +172,7 @@ pub struct ProfileInfo {
     pub name: String,
     /// Kinds of the numbers that each stack has.
     pub values: Vec<ValueType>,
-    /// Index of the value that is shown unless another one is asked for.
+    /// Index of the value that is shown unless another one is requested.
     pub main_value: usize,
     /// Whether a stack's name is that of a thread, not of its process.
     pub by_thread: bool,
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn each_file_that_cannot_be_written_is_told() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let file = |format, name| ExportFile {
             format,
             path: folder.path().join(name),
@@ -279,7 +279,7 @@ mod tests {
             remarks: Vec::new(),
         };
         exports.write(subject, Vec::new());
-        let error = exports.finish().expect_err("no folder").to_string();
+        let error = exports.finish().expect_err("no directory").to_string();
         assert!(error.contains("a.svg: No such"), "{error}");
         assert!(error.contains("b.pb.gz: No such"), "{error}");
     }

@@ -147,7 +147,7 @@ impl Graph {
         options.count_name = self.counted.to_owned();
         options.text_truncate_direction = TextTruncateDirection::Right;
         flamegraph::from_lines(&mut options, self.lines.iter().map(String::as_str), out)
-            .context("failed to draw the flame graph")
+            .context("failed to write the flame graph")
     }
 
     /// Draws the title and the subtitle alone, as a flame graph needs at least one stack.

@@ -347,7 +347,7 @@ mod tests {
     };
 
     fn in_file(fill: impl FnOnce(&mut Metrics)) -> String {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("x.prom");
         let families = [&FAULTS, &STALLS, &TIME];
         let mut metrics = Metrics::begin(Some(&path), &families, "pid 7").expect("a file");

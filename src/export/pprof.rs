@@ -46,7 +46,7 @@ impl Encoded {
     }
 
     /// Subtracts an earlier profile of the same run from this one. The numbers of a stack are below 0 where it has
-    /// less than before. Stacks that have not changed are left out.
+    /// less than before. Stacks that have not changed are omitted.
     pub fn since(&self, earlier: &Self) -> Self {
         Self(difference::subtract(&earlier.0, &self.0))
     }

@@ -16,7 +16,7 @@ type MappingKey = (i64, i64, u64);
 /// Identity of a sample: its locations and labels.
 type SampleKey = (Vec<u64>, Vec<(i64, i64, i64)>);
 
-/// Subtracts the earlier profile from the later one. Samples whose values are all 0 are left out.
+/// Subtracts the earlier profile from the later one. Samples whose values are all 0 are omitted.
 pub(super) fn subtract(earlier: &Profile, later: &Profile) -> Profile {
     let mut sums = Sums::of(later);
     let numbers = Numbers::translated(earlier, &mut sums.tables);

@@ -59,7 +59,7 @@ pub struct Profile {
     pub until: Zoned,
     /// Kinds of the numbers that each stack has.
     pub values: Vec<ValueType>,
-    /// Index of the value that is shown unless another one is asked for.
+    /// Index of the value that is shown unless another one is requested.
     pub main_value: usize,
     /// Whether a stack's name is that of a thread, not of its process.
     pub by_thread: bool,

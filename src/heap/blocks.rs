@@ -10,7 +10,7 @@ use crate::heap::page_runs::{self, PageRuns};
 pub struct Block {
     /// Address that the allocator returned to the program.
     pub address: u64,
-    /// Number of usable bytes: as many as the program asked for, or some more.
+    /// Number of usable bytes: as many as the program requested, or some more.
     pub size: u64,
 }
 

@@ -27,13 +27,13 @@ pub struct Image {
     pub areas: Vec<Area>,
     /// All threads of the process, in order of their IDs.
     pub threads: Vec<Thread>,
-    /// How long the threads stood still.
+    /// How long the threads were paused.
     pub paused: Duration,
-    /// Time at which the threads stood still, by CLOCK_MONOTONIC, in nanoseconds.
+    /// Time at which the threads were paused, by CLOCK_MONOTONIC, in nanoseconds.
     pub copied_ns: u64,
     /// Bytes of the copy that the kernel refused to read. They are zeros.
     pub unread: u64,
-    /// Words that the kernel keeps for the process, if they were asked for.
+    /// Words that the kernel keeps for the process, if they were requested.
     pub kernel_words: Vec<KernelWord>,
     /// Words of mapped files in pages that are not in the memory, if they were wanted.
     pub file_words: FileWords,
@@ -42,7 +42,7 @@ pub struct Image {
     pub(super) memory: Memory,
 }
 
-/// Thread of a process, as it stood still.
+/// Thread of a process, as it was paused.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Thread {
     /// ID of the thread in our PID namespace.

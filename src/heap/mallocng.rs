@@ -182,7 +182,7 @@ fn byte(image: &Image, address: u64) -> u64 {
 }
 
 /// Returns the block in a slot. The block may begin behind the slot's start, and ends where the size that the program
-/// asked for ends.
+/// requested ends.
 fn block(image: &Image, slot: u64, stride: u64) -> Block {
     let end = slot + stride - BETWEEN;
     let moved = byte(image, slot - 3) == 0xe0;

@@ -1,6 +1,6 @@
 //! The heap of a live process, found in a copy of its memory, with nothing traced.
 //!
-//! The process stands still while its memory is copied. Everything else is computed afterwards from that
+//! The process is paused while its memory is copied. Everything else is computed afterwards from that
 //! [`Image`](image::Image), by pure functions. Allocated blocks and free chunks are found by the allocator's
 //! structures alone, with neither symbols nor a table of versions. The allocator's own counts prove that none was
 //! missed.
@@ -21,7 +21,7 @@
 //! | [`page_index`] | a number for each page of an address space |
 //! | `clear_refs` | clearing the kernel's marks of used and of written pages |
 //! | `page_runs` | ranges of whole pages |
-//! | `realtime` | real-time priority while a process stands still |
+//! | `realtime` | real-time priority while a process is paused |
 //! | `untrusted` | what the walks share: bounds, and reads of memory that may hold anything |
 //! | [`kernel`] | words that the kernel keeps for a process |
 //! | [`roots`] | the places where references begin |

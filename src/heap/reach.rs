@@ -27,7 +27,7 @@ const IS_ROOT: u32 = 1 << 31;
 const MAX_BLOCKS: usize = (MIDDLE - 1) as usize;
 /// Value in `Reach::from` of a block that was reached from nothing.
 const NOTHING: u32 = u32::MAX;
-/// Largest difference between an allocator's size of a block and the size that was asked for, in bytes. Headers of 16
+/// Largest difference between an allocator's size of a block and the size that was requested, in bytes. Headers of 16
 /// bytes share 8 with the next chunk, and the smallest has 24.
 const SLACK: u64 = 24;
 
@@ -255,7 +255,7 @@ impl Reach {
 fn expect_numbers(blocks: usize) -> Result<()> {
     ensure!(
         blocks <= MAX_BLOCKS,
-        "the process has {blocks} blocks, and no more than {MAX_BLOCKS} can be judged; heapscan --layout and --types judge none"
+        "the process has {blocks} blocks, and at most {MAX_BLOCKS} can be classified; heapscan --layout and --types classify none"
     );
     Ok(())
 }

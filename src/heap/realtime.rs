@@ -1,4 +1,4 @@
-//! Real-time priority of this thread for as long as other processes stand still.
+//! Real-time priority of this thread for as long as other processes are paused.
 
 use std::io;
 

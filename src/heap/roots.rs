@@ -1,8 +1,8 @@
 //! Roots of a program's references: the words outside of its blocks that the program can still read.
 //!
 //! Roots are the registers of every thread, vectors included, words that the kernel keeps, and all copied memory
-//! except what nobody reads any more, or what only an allocator reads. Memory that is wrongly taken for a root hides
-//! a lost block. Memory that is wrongly left out invents a lost block. In doubt, memory is a root.
+//! except what is not read any more, or what only an allocator reads. Memory that is wrongly taken for a root hides
+//! a lost block. Memory that is wrongly omitted invents a lost block. In doubt, memory is a root.
 
 use std::collections::HashMap;
 use std::ops::Range;

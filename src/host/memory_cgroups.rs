@@ -18,7 +18,7 @@ pub const MAX_GROUPS: usize = 20_000;
 /// Cgroup with a limit, at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryCgroup {
-    /// The cgroup's folder.
+    /// The cgroup's directory.
     pub folder: PathBuf,
     /// The cgroup's path below the mount, escaped; `/` for the root.
     pub path: String,
@@ -47,7 +47,7 @@ impl MemoryCgroup {
 pub struct CgroupSizes {
     /// The cgroups but the roots.
     pub groups: Vec<CgroupSize>,
-    /// Whether cgroups were left out because there are more than [`MAX_GROUPS`] of one version.
+    /// Whether cgroups were omitted because there are more than [`MAX_GROUPS`] of one version.
     pub left_out: bool,
 }
 
@@ -70,7 +70,7 @@ pub struct MemoryCgroups {
     /// The innermost cgroup below which most of the removed ones were. None if there are fewer than a thousand of
     /// them.
     pub most_dying: Option<DyingCgroups>,
-    /// Whether cgroups were left out because there are too many.
+    /// Whether cgroups were omitted because there are too many.
     pub left_out: bool,
     /// Whether some of the cgroups are of version 1, which other tools do not accept.
     pub version_1: bool,
@@ -79,7 +79,7 @@ pub struct MemoryCgroups {
 /// Number of removed cgroups below an existing one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DyingCgroups {
-    /// The cgroup's folder.
+    /// The cgroup's directory.
     pub folder: PathBuf,
     /// The cgroup's path below the mount, escaped; `/` for the root.
     pub path: String,
@@ -129,10 +129,10 @@ impl MemoryCgroups {
         groups
     }
 
-    /// Returns a remark on the cgroups that were left out. None if there are none.
+    /// Returns a remark on the cgroups that were omitted. None if there are none.
     pub fn remark(&self) -> Option<String> {
         self.left_out
-            .then(|| format!("cgroups beyond the first {MAX_GROUPS} are not looked at"))
+            .then(|| format!("cgroups beyond the first {MAX_GROUPS} are not examined"))
     }
 
     fn look_below(&mut self, mount: &Path, files: &Files) {
@@ -163,9 +163,9 @@ impl CgroupSizes {
     }
 }
 
-/// Returns the folder of this cgroup in the hierarchy of the memory controller. This is the same folder if it has the
-/// controller, and otherwise the folder with the same path below a mount that has the controller. `folder` can be
-/// below the mount of another hierarchy, or a path below any of them.
+/// Returns the directory of this cgroup in the hierarchy of the memory controller. This is the same directory if it has
+/// the controller, and otherwise the directory with the same path below a mount that has the controller. `folder` can
+/// be below the mount of another hierarchy, or a path below any of them.
 pub fn folder_with_memory(folder: &Path) -> PathBuf {
     folder_with_memory_in(folder, &Mounts::now())
 }
@@ -211,8 +211,8 @@ pub fn root_limit() -> Option<u64> {
     })
 }
 
-/// Calls `look` with the folders of all cgroups from the mount on and their escaped paths, in the order of the paths,
-/// for at most `most` cgroups. Returns whether these were all.
+/// Calls `look` with the directories of all cgroups from the mount on and their escaped paths, in the order of the
+/// paths, for at most `most` cgroups. Returns whether these were all.
 fn visit(mount: &Path, most: usize, mut look: impl FnMut(&Path, &str)) -> bool {
     let mut left = vec![(mount.to_owned(), "/".to_owned())];
     for _ in 0..most {
@@ -313,11 +313,11 @@ mod tests {
 
     #[test]
     fn a_cgroup_is_found_in_the_hierarchy_that_counts_memory() {
-        let root = tempfile::tempdir().expect("a folder");
+        let root = tempfile::tempdir().expect("a directory");
         let [memory, unified] = ["memory", "unified"].map(|name| root.path().join(name));
         let (counted, named) = (memory.join("a/b"), unified.join("a/b"));
         for folder in [&counted, &named] {
-            fs::create_dir_all(folder).expect("a folder");
+            fs::create_dir_all(folder).expect("a directory");
         }
         fs::write(counted.join(VERSION_1.current), "4096\n").expect("a file");
         let mounts = format!(
@@ -335,10 +335,10 @@ mod tests {
 
     #[test]
     fn what_has_no_limit_is_left_out() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let write = |path: &str, text: &str| {
             let path = folder.path().join(path);
-            fs::create_dir_all(path.parent().expect("a parent")).expect("a folder");
+            fs::create_dir_all(path.parent().expect("a parent")).expect("a directory");
             fs::write(path, text).expect("a file");
         };
         write("memory.max", "max\n");
@@ -357,9 +357,9 @@ mod tests {
 
     #[test]
     fn all_cgroups_are_visited_in_the_order_of_their_paths() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         for path in ["b/c", "a", "b-", "b/a"] {
-            fs::create_dir_all(folder.path().join(path)).expect("a folder");
+            fs::create_dir_all(folder.path().join(path)).expect("a directory");
         }
         let mut seen = Vec::new();
         let all = visit(folder.path(), 6, |_, path| seen.push(path.to_owned()));
@@ -369,10 +369,10 @@ mod tests {
 
     #[test]
     fn sizes_tell_that_cgroups_were_left_out() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         for (path, current) in [("a", "4096\n"), ("b", "8192\n")] {
             let path = folder.path().join(path);
-            fs::create_dir(&path).expect("a folder");
+            fs::create_dir(&path).expect("a directory");
             fs::write(path.join(VERSION_2.current), current).expect("a file");
         }
         let sizes = |most| {
@@ -387,10 +387,10 @@ mod tests {
 
     #[test]
     fn removed_cgroups_are_told_by_where_they_were() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let write = |path: &str, dying: u64| {
             let path = folder.path().join(path);
-            fs::create_dir_all(&path).expect("a folder");
+            fs::create_dir_all(&path).expect("a directory");
             let stat = format!("nr_descendants 3\nnr_dying_descendants {dying}\n");
             fs::write(path.join("cgroup.stat"), stat).expect("a file");
         };

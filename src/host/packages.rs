@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn a_package_is_found_by_the_old_path_and_by_the_new_one() {
-        let lists = tempfile::tempdir().expect("a folder");
+        let lists = tempfile::tempdir().expect("a directory");
         let list = |name: &str, files: &str| {
             fs::write(lists.path().join(name), files).expect("room");
         };

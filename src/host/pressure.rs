@@ -76,7 +76,7 @@ impl Trigger {
             file.write_all(wanted.as_bytes())?;
             std::io::Result::Ok(file)
         };
-        let file = open().with_context(|| format!("failed to watch {}", path.display()))?;
+        let file = open().with_context(|| format!("failed to monitor {}", path.display()))?;
         Ok(Self { file })
     }
 }

@@ -8,7 +8,7 @@
 //! | [`python`] | CPython: its code objects, and their lines |
 //! | [`raw_frame`] | a frame as a stack has it: native, or an interpreter's |
 //! | `search` | the search for an interpreter in the files that a process maps as code |
-//! | `registry` | what the BPF side and the user have been told about the interpreters of processes |
+//! | `registry` | what was reported to the BPF side and the user about the interpreters of processes |
 
 use clap::ValueEnum;
 
@@ -23,15 +23,15 @@ mod search;
 /// Options of the tools that show user stacks, for the frames of interpreters.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct InterpreterArgs {
-    /// Whether stacks have the functions of Python and Java
+    /// How frames of Python and Java are shown
     ///
-    /// `auto` replaces the frames of the interpreter by functions of Python and Java; `off` shows native frames only.
+    /// `auto` replaces the interpreter's frames by Python and Java functions; `off` shows native frames only.
     #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "WHICH", value_enum, default_value_t = Interpreters::Auto)]
     pub interpreters: Interpreters,
 
-    /// Whether functions of Python have line numbers
+    /// Show line numbers of Python functions
     ///
-    /// Stacks that differ only in lines are then counted separately.
+    /// With `no`, stacks that differ only in lines are merged.
     #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "WHETHER", value_enum, default_value_t = PythonLines::Yes)]
     pub python_lines: PythonLines,
 
@@ -39,9 +39,9 @@ pub struct InterpreterArgs {
     #[arg(help_heading = "Stacks", hide_short_help = true, long)]
     pub native_frames: bool,
 
-    /// Have each traced HotSpot JVM write a perf map
+    /// Request a perf map from each traced HotSpot JVM
     ///
-    /// This runs code in the JVM, as jcmd does. Without this option, names are read from the memory of the JVM.
+    /// This executes code in the JVM, as jcmd does. Without this option, names are read from the JVM's memory.
     #[arg(help_heading = "Stacks", hide_short_help = true, long)]
     pub java_names: bool,
 }

@@ -1,4 +1,4 @@
-//! Record of what the BPF side and the user have been told about the interpreters of processes.
+//! Record of what was reported to the BPF side and the user about the interpreters of processes.
 
 use std::collections::HashSet;
 
@@ -10,7 +10,7 @@ use super::memory;
 /// Maximum number of distinct reasons that are printed; further processes mostly have one of the same reasons.
 const REASONS: usize = 16;
 
-/// Record of what was told about one kind of interpreter.
+/// Record of what was reported about one kind of interpreter.
 pub(super) struct Registry {
     /// The skeleton's map of processes, keyed by layout.
     processes: MapHandle,
@@ -56,7 +56,7 @@ impl Registry {
         }
         self.processes
             .update(&layout.to_ne_bytes(), process, MapFlags::ANY)
-            .context("failed to tell where a process has its interpreter")?;
+            .context("failed to find the interpreter of a process")?;
         Ok(true)
     }
 

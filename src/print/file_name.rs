@@ -48,8 +48,8 @@ fn need(capability: Capability) {
     NEEDED.fetch_or(capability.bitmask(), Ordering::Relaxed);
 }
 
-/// A file's folder, held open, and its name therein. What the path meant when it was found stays meant, whoever
-/// replaces a folder or a link of the path later.
+/// A file's directory, held open, and its name therein. What the path meant when it was found stays meant, whoever
+/// replaces a directory or a link of the path later.
 #[derive(Debug)]
 pub struct FileName {
     folder: OwnedFd,
@@ -63,10 +63,10 @@ pub struct FileName {
 }
 
 impl FileName {
-    /// Finds the folder of a path. A file of this name need not exist.
+    /// Finds the directory of a path. A file of this name need not exist.
     ///
     /// # Errors
-    /// If a folder does not exist, if the path names no file, or if another user could have redirected it.
+    /// If a directory does not exist, if the path names no file, or if another user could have redirected it.
     pub fn find(path: &Path) -> Result<Self> {
         let shown = text::escape_bytes(path.as_os_str().as_encoded_bytes());
         let found = Self::walk(path, shown.clone());
@@ -124,11 +124,11 @@ impl FileName {
         Ok(at)
     }
 
-    /// Opens an entry of the folder without following it. Returns `None` if the last part does not exist.
+    /// Opens an entry of the directory without following it. Returns `None` if the last part does not exist.
     fn entry(&self, name: &OsStr, is_last: bool) -> Result<Option<OwnedFd>> {
         let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         if !is_last {
-            // As a folder first: only so is a file system mounted that is mounted on demand.
+            // As a directory first: only so is a file system mounted that is mounted on demand.
             let as_folder = flags | OFlag::O_DIRECTORY;
             match open_at(&self.folder, name, as_folder, Mode::empty()) {
                 Err(error) if error.kind() == io::ErrorKind::NotADirectory => {}
@@ -141,21 +141,21 @@ impl FileName {
         }
     }
 
-    /// Refuses an entry of the present folder that belongs to a stranger, if everyone may create entries there.
+    /// Refuses an entry of the present directory that belongs to a stranger, if everyone may create entries there.
     fn expect_no_stranger(&self, entry: &FileStat) -> Result<()> {
         let folder = status(&self.folder)?;
         let is_shared = folder.st_mode & libc::S_ISVTX != 0 && folder.st_mode & 0o022 != 0;
         let owner = entry.st_uid;
         if is_shared && owner != geteuid().as_raw() && owner != folder.st_uid {
             bail!(
-                "it belongs to user {owner}, in a folder where others may create files: name a file elsewhere, or \
+                "it belongs to user {owner}, in a directory where others may create files: name a file elsewhere, or \
                  remove it"
             );
         }
         Ok(())
     }
 
-    /// Refuses what links of strangers led to, unless the file or its folder is their own.
+    /// Refuses what links of strangers led to, unless the file or its directory is their own.
     fn expect_rightful(&self, file: Option<&FileStat>) -> Result<()> {
         let folder = status(&self.folder)?;
         let is_own =
@@ -177,7 +177,7 @@ impl FileName {
         let others_write = !is_trusted(folder.st_uid) || folder.st_mode & 0o022 != 0;
         ensure!(
             file.st_mode & KIND != libc::S_IFREG || file.st_nlink <= 1 || !others_write,
-            "it has other names (hard links), and others may write into its folder: remove it, or name another file"
+            "it has other names (hard links), and others may write to its directory: remove it, or name another file"
         );
         Ok(())
     }
@@ -209,7 +209,7 @@ impl FileName {
     /// Returns the status of the file that has this name now, if there is one. A link is not followed.
     ///
     /// # Errors
-    /// If the folder cannot be searched.
+    /// If the directory cannot be searched.
     pub fn existing(&self) -> Result<Option<FileStat>> {
         let flags = if self.is_magic {
             AtFlags::empty()
@@ -287,10 +287,10 @@ impl FileName {
         Ok(file)
     }
 
-    /// Creates a new file in the folder, with a name of its own, to take this file's place later.
+    /// Creates a new file in the directory, with a name of its own, to take this file's place later.
     ///
     /// # Errors
-    /// If the folder cannot be written to.
+    /// If the directory cannot be written to.
     pub fn create_draft(&self, mode: Mode) -> Result<Draft<'_>> {
         // The crate getrandom would open /dev/urandom in a static program, and a container may lack it.
         let random = RandomState::new().hash_one(self.name.as_os_str());
@@ -340,7 +340,7 @@ pub struct Draft<'name> {
     /// The file, open for writing.
     pub file: File,
     place: &'name FileName,
-    /// Name in the folder, until the draft has taken the other file's place.
+    /// Name in the directory, until the draft has taken the other file's place.
     name: Option<OsString>,
 }
 
@@ -348,7 +348,7 @@ impl Draft<'_> {
     /// Replaces the file by the draft.
     ///
     /// # Errors
-    /// If the folder does not allow it.
+    /// If the directory does not allow it.
     pub fn replace(mut self) -> io::Result<()> {
         let Some(name) = &self.name else {
             return Ok(());
@@ -430,9 +430,9 @@ mod tests {
     }
 
     fn shared() -> Shared {
-        let above = tempfile::tempdir().expect("a folder");
+        let above = tempfile::tempdir().expect("a directory");
         let tmp = above.path().join("tmp");
-        fs::create_dir(&tmp).expect("a folder");
+        fs::create_dir(&tmp).expect("a directory");
         fs::set_permissions(&tmp, PermissionsExt::from_mode(0o1777)).expect("it is ours");
         fs::write(above.path().join("secret"), "secret").expect("room");
         Shared { above, tmp }
@@ -473,16 +473,16 @@ mod tests {
             path
         };
         symlink(&secret, tmp.join("link")).expect("a link");
-        symlink(above.path(), tmp.join("to-folder")).expect("a link");
+        symlink(above.path(), tmp.join("to-directory")).expect("a link");
         fs::write(tmp.join("file"), "theirs").expect("room");
-        fs::create_dir(tmp.join("folder")).expect("a folder");
+        fs::create_dir(tmp.join("directory")).expect("a directory");
         nix::unistd::mkfifo(&tmp.join("fifo"), Mode::S_IRWXU).expect("a FIFO");
         let paths = [
             theirs("link"),
             theirs("file"),
             theirs("fifo"),
-            theirs("to-folder").join("secret"),
-            theirs("folder").join("new"),
+            theirs("to-directory").join("secret"),
+            theirs("directory").join("new"),
         ];
         for path in paths {
             let refusals = refusals(&path);
@@ -493,7 +493,7 @@ mod tests {
         }
         assert_eq!(fs::read(&secret).expect("a file"), b"secret");
         assert_eq!(fs::read(tmp.join("file")).expect("a file"), b"theirs");
-        assert!(!tmp.join("folder/new").exists());
+        assert!(!tmp.join("directory/new").exists());
     }
 
     #[test]
@@ -503,7 +503,7 @@ mod tests {
         }
         let Shared { above, .. } = shared();
         let home = above.path().join("home");
-        fs::create_dir_all(home.join("folder")).expect("folders");
+        fs::create_dir_all(home.join("directory")).expect("directories");
         fs::write(home.join("mine"), "").expect("room");
         fs::write(home.join("of-other"), "").expect("room");
         chown(home.join("of-other"), Some(OTHER), None).expect("root may");
@@ -516,9 +516,9 @@ mod tests {
         link("to-above", above.path());
         link("to-other", Path::new("of-other"));
         link("to-mine", Path::new("mine"));
-        link("to-folder", Path::new("folder"));
+        link("to-directory", Path::new("directory"));
         fs::hard_link(above.path().join("secret"), home.join("hard")).expect("a link");
-        for path in ["", "mine", "folder"] {
+        for path in ["", "mine", "directory"] {
             chown(home.join(path), Some(STRANGER), None).expect("root may");
         }
         for (name, reason) in [
@@ -537,8 +537,8 @@ mod tests {
         for name in [
             "to-mine",
             "mine",
-            "to-folder/new",
-            "folder/new",
+            "to-directory/new",
+            "directory/new",
             "to-other",
             "new",
         ] {
@@ -550,9 +550,9 @@ mod tests {
     fn own_links_and_those_of_the_kernel_are_followed() {
         let Shared { above, tmp } = shared();
         symlink("../secret", tmp.join("link")).expect("a link");
-        symlink(above.path(), tmp.join("folder")).expect("a link");
+        symlink(above.path(), tmp.join("directory")).expect("a link");
         symlink("loop", tmp.join("loop")).expect("a link");
-        for name in ["link", "folder/secret", "folder/tmp/../new", "other"] {
+        for name in ["link", "directory/secret", "directory/tmp/../new", "other"] {
             assert_eq!(refusals(&tmp.join(name)), [""; 0], "{name}");
         }
         assert!(!tmp.join("secret").exists() && above.path().join("new").exists());
@@ -579,11 +579,11 @@ mod tests {
     #[test]
     fn a_folder_that_is_replaced_later_is_not_written_to() {
         let Shared { above, .. } = shared();
-        let (folder, moved) = (above.path().join("folder"), above.path().join("moved"));
-        fs::create_dir(&folder).expect("a folder");
+        let (folder, moved) = (above.path().join("directory"), above.path().join("moved"));
+        fs::create_dir(&folder).expect("a directory");
         let place = FileName::find(&folder.join("file")).expect("writable");
         fs::rename(&folder, &moved).expect("it is ours");
-        fs::create_dir(&folder).expect("a folder");
+        fs::create_dir(&folder).expect("a directory");
         drop(place.open_append().expect("writable"));
         assert!(moved.join("file").exists() && !folder.join("file").exists());
     }

@@ -7,7 +7,7 @@ use crate::print::text;
 pub enum PathExtent {
     /// The whole path is known, up to the root of the process's files.
     Complete,
-    /// The file is in no folder, such as a file of memfd_create(2).
+    /// The file is in no directory, such as a file of memfd_create(2).
     Unlinked,
     /// Folders at the beginning are missing, as the path is too long.
     Truncated,
@@ -20,7 +20,7 @@ pub fn name(record: &[u8]) -> String {
 }
 
 /// Returns a file's path, escaped. `record` holds its names from the file upwards, each with its NUL. A file in no
-/// folder is written as in /proc/PID/maps: `/dev/zero (deleted)` is shared anonymous memory.
+/// directory is written as in /proc/PID/maps: `/dev/zero (deleted)` is shared anonymous memory.
 pub fn path(record: &[u8], reach: PathExtent) -> String {
     let names = record.strip_suffix(b"\0").unwrap_or(record);
     let mut path = String::new();

@@ -1,4 +1,4 @@
-//! Rows on stdout or in a file, as text or as JSON, one object a line.
+//! Rows on stdout or in a file, as text or as JSON, one object per line.
 
 use std::fmt;
 use std::fs::File;
@@ -44,7 +44,7 @@ pub trait Row: Serialize {
 pub enum Format {
     /// Columns as in the BCC tools.
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
     /// One line for each stack, for flame graphs. Nothing else is printed on stdout.
     Folded,
@@ -198,7 +198,7 @@ impl Output {
         .context("failed to print")
     }
 
-    /// Prints one object a line, with the tool's [`Identity`] at its end.
+    /// Prints one object per line, with the tool's [`Identity`] at its end.
     fn object(&mut self, row: &impl Row) -> io::Result<()> {
         self.json.clear();
         serde_json::to_writer(&mut self.json, row)?;
@@ -394,7 +394,7 @@ fn wait_for_room(
     }
 }
 
-/// Error: nobody has read the output, and the run was to end.
+/// Error: the output was not read, and the run was to end.
 #[derive(Debug)]
 pub struct ReaderStalled;
 
@@ -485,7 +485,7 @@ mod tests {
 
     #[test]
     fn a_file_that_was_renamed_or_emptied_is_followed() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let (path, old) = (folder.path().join("log"), folder.path().join("log.1"));
         fs::write(&path, "of an earlier run").expect("room");
         let mut output = file(&path).expect("writable");
@@ -511,7 +511,7 @@ mod tests {
 
     #[test]
     fn a_fifo_is_refused_at_once_unless_a_program_reads_it() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("fifo");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a FIFO");
         let error = file(&path).err().expect("no reader");

@@ -83,7 +83,7 @@ impl Drop for CodeFile {
 }
 
 impl CodeFile {
-    /// Returns the file's name without folders, escaped; a name such as `[vdso]`; or an empty string.
+    /// Returns the file's name without directories, escaped; a name such as `[vdso]`; or an empty string.
     pub fn module(&self) -> &Rc<str> {
         self.module.get_or_init(|| self.mapping.module().into())
     }

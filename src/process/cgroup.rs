@@ -14,10 +14,10 @@ use crate::host::mounts::Mounts;
 use crate::print::text;
 use crate::process::proc;
 
-/// Returns the processes that are now in a cgroup or below it; `folder` is the cgroup's folder.
+/// Returns the processes that are now in a cgroup or below it; `folder` is the cgroup's directory.
 ///
 /// # Errors
-/// If the folder is no cgroup.
+/// If the directory is no cgroup.
 pub fn processes_below(folder: &Path) -> Result<Vec<u32>> {
     let list = fs::read_to_string(folder.join("cgroup.procs"))
         .with_context(|| format!("{} is no cgroup of version 2", folder.display()))?;
@@ -44,9 +44,9 @@ const ID_DIGITS: usize = 64;
 /// Character that replaces the middle of a name that is too long for the column CONTAINER.
 pub(crate) const LEFT_OUT: char = '…';
 
-/// Returns the folders below `mount` of the cgroups that have this name. The name can be the folder's own name, or
-/// that of a systemd service without `.service`. The middle of either can be left out. The name can also be the first
-/// digits of the id of a container or of the uid of a pod.
+/// Returns the directories below `mount` of the cgroups that have this name. The name can be the directory's own name,
+/// or that of a systemd service without `.service`. The middle of either can be omitted. The name can also be the first
+/// digits of the ID of a container or of the uid of a pod.
 pub(crate) fn find_by_name(mount: &Path, name: &str) -> Vec<PathBuf> {
     let mut found = folders(mount, MAX_SEARCHED);
     found.retain(|folder| {
@@ -57,7 +57,7 @@ pub(crate) fn find_by_name(mount: &Path, name: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Returns the folders of cgroups from `mount` on, top level first. The search ends when there are `most` or a few
+/// Returns the directories of cgroups from `mount` on, top level first. The search ends when there are `most` or a few
 /// more.
 pub(crate) fn folders(mount: &Path, most: usize) -> Vec<PathBuf> {
     let mut folders = vec![mount.to_owned()];
@@ -78,7 +78,7 @@ fn is_called(folder: &str, name: &str) -> bool {
         || pod_uid(folder).is_some_and(|uid| begins(&uid))
 }
 
-/// Returns whether `short` consists of the beginning and the end of `whole`, with the middle left out.
+/// Returns whether `short` consists of the beginning and the end of `whole`, with the middle omitted.
 fn is_ends_of(short: &str, whole: &str) -> bool {
     short.split_once(LEFT_OUT).is_some_and(|(head, tail)| {
         let ends = head.len() + tail.len();
@@ -87,7 +87,7 @@ fn is_ends_of(short: &str, whole: &str) -> bool {
     })
 }
 
-/// Returns the id of the container whose cgroup has this folder: `docker-ID.scope`, `cri-containerd-ID.scope`,
+/// Returns the container ID whose cgroup has this directory: `docker-ID.scope`, `cri-containerd-ID.scope`,
 /// `crio-ID.scope`, `libpod-ID.scope`, or only the id if cgroups are not made by systemd. The cgroup of a container's
 /// monitor (conmon) is not a container.
 pub(crate) fn container_id(folder: &str) -> Option<&str> {
@@ -99,7 +99,7 @@ pub(crate) fn container_id(folder: &str) -> Option<&str> {
     (is_id && !runtime.ends_with("conmon")).then_some(id)
 }
 
-/// Returns the uid of the pod whose cgroup has this folder: `kubepods-burstable-podUID.slice`, with underscores, or
+/// Returns the uid of the pod whose cgroup has this directory: `kubepods-burstable-podUID.slice`, with underscores, or
 /// `podUID`.
 pub(crate) fn pod_uid(folder: &str) -> Option<String> {
     let uid = match folder.strip_suffix(".slice") {
@@ -188,7 +188,7 @@ impl Cgroups {
         }
     }
 
-    /// Adds the paths of a cgroup and of all cgroups below it. The id of a cgroup is the inode number of its folder.
+    /// Adds the paths of a cgroup and of all cgroups below it. The id of a cgroup is the inode number of its directory.
     fn look_at(&mut self, folder: &Path, path: &str) {
         let Ok(metadata) = fs::metadata(folder) else {
             return;
@@ -218,9 +218,9 @@ mod tests {
 
     #[test]
     fn folders_are_known_by_their_inodes() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let ino = |path: &Path| fs::metadata(path).expect("it is there").ino();
-        fs::create_dir_all(folder.path().join("a/b\x1b")).expect("folders");
+        fs::create_dir_all(folder.path().join("a/b\x1b")).expect("directories");
         let mut cgroups = Cgroups {
             mount: Some(folder.path().to_owned()),
             ..Cgroups::default()
@@ -228,9 +228,9 @@ mod tests {
         assert_eq!(cgroups.path(ino(folder.path())), Some("/"));
         assert_eq!(cgroups.path(ino(&folder.path().join("a"))), Some("/a"));
         let inner = ino(&folder.path().join("a/b\x1b"));
-        // Made before `b` is removed: a new folder could get the inode number of `b`. A new cgroup could not.
+        // Made before `b` is removed: a new directory could get the inode number of `b`. A new cgroup could not.
         let later = folder.path().join("c");
-        fs::create_dir(&later).expect("a folder");
+        fs::create_dir(&later).expect("a directory");
         fs::remove_dir(folder.path().join("a/b\x1b")).expect("it is empty");
         assert_eq!(cgroups.path(inner), Some("/a/b\\x1b"));
 
@@ -302,7 +302,7 @@ mod tests {
 
     #[test]
     fn cgroups_are_found_at_any_depth() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let id = "0123456789abcdef".repeat(4);
         let paths = [
             format!("system.slice/docker-{id}.scope"),
@@ -311,7 +311,7 @@ mod tests {
         ];
         let paths = paths.map(|path| folder.path().join(path));
         for path in &paths {
-            fs::create_dir_all(path).expect("folders");
+            fs::create_dir_all(path).expect("directories");
         }
         assert_eq!(find_by_name(folder.path(), &id[..12]), paths[..1]);
         assert_eq!(find_by_name(folder.path(), "db"), paths[1..]);

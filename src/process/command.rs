@@ -267,7 +267,7 @@ impl HeldCommand {
     /// If the child has exited, or exec fails: with the error of exec.
     pub fn release(&mut self) -> Result<()> {
         if let Some(release) = self.release.take() {
-            write(&release, b"g").context("the held command has gone")?;
+            write(&release, b"g").context("the stopped command has exited")?;
         }
         let mut errno = [0; 4];
         match read(&self.exec_error, &mut errno) {
@@ -387,7 +387,7 @@ mod tests {
 
     #[test]
     fn a_script_is_traced_as_its_interpreter() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let script = folder.path().join("script");
         let shell = find_program("sh").expect("sh");
         for line in [
@@ -421,7 +421,7 @@ mod tests {
 
     #[test]
     fn the_command_runs_only_when_released_and_its_status_is_passed_on() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let trace = folder.path().join("ran");
         let words = split(&format!("sh -c 'echo > {}; exit 7'", trace.display())).expect("words");
         let program = find_program(&words[0]).expect("sh");

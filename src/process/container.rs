@@ -20,7 +20,7 @@ use crate::process::cgroup::{self, Cgroups, LEFT_OUT};
 pub struct ContainerArgs {
     /// Show the container or systemd unit of each process
     ///
-    /// The column CONTAINER has the first digits of the id of the container, or the name of the systemd unit.
+    /// The column CONTAINER has the first digits of the container ID, or the name of the systemd unit.
     #[arg(help_heading = "Output", long)]
     pub container: bool,
 }
@@ -95,7 +95,7 @@ impl CgroupInfo {
 
     /// Returns the name of the task's cgroup for human readers, which `--cgroup` accepts, too: the first digits of
     /// the container's id, or outside containers those of the pod's uid. Otherwise the name is that of the cgroup's
-    /// folder, without `.service` for a service. The name is `-` for the root and for a task without a cgroup, and
+    /// directory, without `.service` for a service. The name is `-` for the root and for a task without a cgroup, and
     /// `[gone]` for a cgroup whose path is not known.
     pub fn name(&self) -> String {
         if self.gone {
@@ -121,8 +121,8 @@ fn container_of(path: &str) -> Option<&str> {
     path.rsplit('/').find_map(cgroup::container_id)
 }
 
-/// Formats the column CONTAINER of a row, with the blank after it; empty if the column is not asked for. If a name is
-/// wider than the column, its middle is left out, because its end may distinguish it from other names. The width is
+/// Formats the column CONTAINER of a row, with the blank after it; empty if the column is not requested. If a name is
+/// wider than the column, its middle is omitted, because its end may distinguish it from other names. The width is
 /// fixed, because rows are printed one by one. `--cgroup` accepts the name as it is shown.
 pub fn column(cgroup_info: Option<&CgroupInfo>) -> String {
     cgroup_info.map_or_else(String::new, |cgroup_info| cell(&cgroup_info.name()))
@@ -133,8 +133,7 @@ pub fn empty_column(asked_for: bool) -> String {
     if asked_for { cell("") } else { String::new() }
 }
 
-/// Formats a task's container for a sentence: ` in NAME`, with the whole name; empty if the container is not asked
-/// for.
+/// Formats a task's container for a sentence: ` in NAME`, with the whole name; empty if the container is not requested.
 pub fn inside(cgroup_info: Option<&CgroupInfo>) -> String {
     cgroup_info.map_or_else(String::new, |cgroup_info| {
         format!(" in {}", cgroup_info.name())

@@ -51,7 +51,7 @@ pub struct FilterArgs {
 
     /// Trace only this cgroup, systemd unit or container
     ///
-    /// CGROUP is the path of a cgroup (version 2), the name of a systemd unit, or the id of a container or pod. Cgroups
+    /// CGROUP is the path of a cgroup (version 2), the name of a systemd unit, or the ID of a container or pod. Cgroups
     /// below it are included.
     #[arg(help_heading = "Target", long, value_name = "CGROUP", value_parser = cgroup_path, add = ArgValueCompleter::new(complete::cgroups))]
     pub cgroup: Option<PathBuf>,
@@ -261,8 +261,8 @@ fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
     Ok((bytes, mask))
 }
 
-/// Returns the folder of a cgroup. The cgroup can be given by its folder, by its path below the mount as tools print
-/// it, or by the name of what runs in it (`cgroup::find_by_name`).
+/// Returns the directory of a cgroup. The cgroup can be given by its directory, by its path below the mount as tools
+/// print it, or by the name of what runs in it (`cgroup::find_by_name`).
 ///
 /// # Errors
 /// If several cgroups have this name: the message lists all of them.
@@ -302,7 +302,7 @@ fn open_cgroup(path: &Path) -> Result<OwnedFd> {
     };
     let folder =
         File::open(path).with_context(|| format!("failed to open cgroup {name}; {}", remedy()))?;
-    let kind = fstatfs(folder.as_fd()).context("failed to look at the cgroup")?;
+    let kind = fstatfs(folder.as_fd()).context("failed to examine the cgroup")?;
     if kind.filesystem_type() != CGROUP2_SUPER_MAGIC || !folder.metadata()?.is_dir() {
         bail!("{name} is not a cgroup of version 2; {}", remedy());
     }

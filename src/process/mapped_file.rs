@@ -77,7 +77,7 @@ impl MappedFile {
         Ok((metadata.dev(), metadata.ino()))
     }
 
-    /// Returns the file's name without folders, escaped.
+    /// Returns the file's name without directories, escaped.
     pub fn module(&self) -> String {
         let name = self.name.file_name().unwrap_or(self.name.as_os_str());
         text::escape_bytes(name.as_bytes())
@@ -115,7 +115,7 @@ fn read_regular(found: &OwnedFd) -> io::Result<File> {
         .open(by_descriptor(found))
 }
 
-/// Opens a path with `root` as the root folder, without following any link.
+/// Opens a path with `root` as the root directory, without following any link.
 ///
 /// # Errors
 /// The error of openat2(2), and `InvalidInput` if the path names no regular file.
@@ -126,7 +126,7 @@ pub(crate) fn open_within(root: impl AsFd, path: &Path) -> io::Result<File> {
     read_regular(&openat2(root, path, how)?)
 }
 
-/// Opens a file whose name does not come from the kernel. Its folder may be a link within `root`, as `/tmp` can be,
+/// Opens a file whose name does not come from the kernel. Its directory may be a link within `root`, as `/tmp` can be,
 /// but the file itself may not.
 ///
 /// # Errors
@@ -149,7 +149,7 @@ pub(crate) fn open_installed(root: impl AsFd, path: &Path) -> io::Result<File> {
     read_regular(&openat2(root, path, how)?)
 }
 
-/// Opens the root folder of a process, for openat2(2).
+/// Opens the root directory of a process, for openat2(2).
 ///
 /// # Errors
 /// If the process has exited, or permission is denied.
@@ -159,7 +159,7 @@ pub fn root_of(pid: u32) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(flags).open(root)
 }
 
-/// Returns the root folders to which a process's paths may refer: its own while it runs, and ours.
+/// Returns the root directories to which a process's paths may refer: its own while it runs, and ours.
 pub fn roots(pid: u32) -> impl Iterator<Item = File> {
     [root_of(pid), File::open("/")].into_iter().flatten()
 }
@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn a_file_is_the_one_that_was_mapped_by_device_and_inode() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let (path, link) = (folder.path().join("file"), folder.path().join("link"));
         fs::write(&path, "its content").expect("a file");
         symlink(&path, &link).expect("a link");
@@ -260,9 +260,9 @@ mod tests {
 
     #[test]
     fn no_link_is_followed_on_the_way() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let (real, link) = (folder.path().join("real"), folder.path().join("link"));
-        fs::create_dir(&real).expect("a folder");
+        fs::create_dir(&real).expect("a directory");
         fs::write(real.join("file"), "").expect("a file");
         symlink(&real, &link).expect("a link");
         let id = identity(&real.join("file"));
@@ -272,7 +272,7 @@ mod tests {
 
     #[test]
     fn what_is_no_regular_file_is_not_opened() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let fifo = folder.path().join("fifo");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).expect("a FIFO");
         // An open for reading would wait for a writer.

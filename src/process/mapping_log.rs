@@ -86,9 +86,9 @@ impl MappingLog {
         match cpus.events() {
             Ok(events) => filling
                 .add(events, EpollEvent::new(EpollFlags::EPOLLIN, 0))
-                .context("failed to watch for CPUs")?,
+                .context("failed to monitor for CPUs")?,
             Err(error) => crate::note!(
-                "mappings that are made on CPUs that come online later are not seen: no device events: {error}"
+                "mappings on CPUs that come online later are not recorded: no device events: {error}"
             ),
         }
         let mut log = Self {
@@ -128,7 +128,7 @@ impl MappingLog {
         let fd = unsafe { BorrowedFd::borrow_raw(buffer.as_raw_fd()) };
         self.filling
             .add(fd, EpollEvent::new(EpollFlags::EPOLLIN, 0))
-            .context("failed to watch it")?;
+            .context("failed to monitor it")?;
         self.buffers.insert(cpu, buffer);
         Ok(())
     }
@@ -179,7 +179,7 @@ impl MappingLog {
             match self.open(cpu) {
                 Ok(()) => attach::log_verbose(format_args!("mappings on CPU {cpu} are logged")),
                 Err(error) => {
-                    crate::note!("mappings that are made on CPU {cpu} are not seen: {error:#}");
+                    crate::note!("mappings on CPU {cpu} are not recorded: {error:#}");
                 }
             }
         }

@@ -28,14 +28,14 @@ pub struct Members {
 enum Place {
     /// The path in the lines of `/proc/PID/cgroup`.
     Path(PathBuf),
-    /// The folder of a cgroup of which these lines do not have the path, as it is mounted from another cgroup
+    /// The directory of a cgroup of which these lines do not have the path, as it is mounted from another cgroup
     /// namespace.
     Folder(PathBuf),
 }
 
 impl Members {
-    /// Selects processes with a thread whose name contains `name`, in or below the cgroup with the folder `cgroup`; all
-    /// native programs if neither is given.
+    /// Selects processes with a thread whose name contains `name`, in or below the cgroup with the directory `cgroup`;
+    /// all native programs if neither is given.
     pub fn new(name: Option<&str>, cgroup: Option<&Path>) -> Self {
         Self {
             name: name.map(|name| name.as_bytes().to_vec()),
@@ -111,8 +111,8 @@ impl Place {
     }
 }
 
-/// Returns the path that `/proc/PID/cgroup` has for a cgroup, given by its folder. None if that does not follow from the
-/// mount point: if our own cgroup is not where the mount point and the path of our own list place it.
+/// Returns the path that `/proc/PID/cgroup` has for a cgroup, given by its directory. None if that does not follow from
+/// the mount point: if our own cgroup is not where the mount point and the path of our own list place it.
 fn path_in_lists(folder: &Path, mount: Option<&Path>) -> Option<PathBuf> {
     let mount = fs::canonicalize(mount?).ok()?;
     let folder = fs::canonicalize(folder).ok()?;
@@ -219,8 +219,8 @@ mod tests {
             assert!(place.has(std::process::id()), "{place:?}");
         }
         assert!(!Place::Path(own.join("below")).has(std::process::id()));
-        // A folder that only looks like a mount point does not have our process in its list.
-        let other = tempfile::tempdir().expect("a folder");
+        // A directory that only looks like a mount point does not have our process in its list.
+        let other = tempfile::tempdir().expect("a directory");
         assert_eq!(path_in_lists(other.path(), Some(other.path())), None);
     }
 }

@@ -61,7 +61,7 @@ impl Unanswered {
             match forked {
                 ForkResult::Child => {
                     take(&self.memory, self.clear_refs.as_ref());
-                    // SAFETY: _exit() ends this process, and runs nothing of ours.
+                    // SAFETY: _exit() ends this process, and runs no code of this process.
                     unsafe { libc::_exit(0) }
                 }
                 ForkResult::Parent { child } => {
@@ -148,12 +148,12 @@ fn fuse_waits() -> bool {
     })
 }
 
-/// Checks that the lock of each process can be taken for writing. The check is left out if one has just succeeded.
+/// Checks that the lock of each process can be taken for writing. The check is omitted if one has just succeeded.
 ///
 /// Each process is checked, whatever it maps: the mappings of one that holds its lock cannot be read.
 ///
 /// Before Linux 6.5 and 6.1.37, a process's peak of resident memory starts again with the check. So a check for writing
-/// is left out there while no FUSE request waits, as then none can keep a lock held.
+/// is omitted there while no FUSE request waits, as then none can keep a lock held.
 ///
 /// Processes in other PID namespaces, and processes that a security module hides, are not seen.
 ///
@@ -187,7 +187,7 @@ pub(crate) fn check_all() -> Result<(), CheckError> {
     Ok(())
 }
 
-/// Asks a child to take the locks of these tasks, given as PID and folder in /proc. Returns its answers.
+/// Asks a child to take the locks of these tasks, given as PID and directory in /proc. Returns its answers.
 fn ask(tasks: &[(u32, String)]) -> Result<Vec<u8>, CheckError> {
     if tasks.is_empty() {
         return Ok(Vec::new());
@@ -210,7 +210,7 @@ fn ask(tasks: &[(u32, String)]) -> Result<Vec<u8>, CheckError> {
     match unsafe { fork() }.context("failed to fork a process that tries locks")? {
         ForkResult::Child => {
             answer(&memory, &clear_refs, to.as_raw_fd());
-            // SAFETY: _exit() ends this process, and runs nothing of ours.
+            // SAFETY: _exit() ends this process, and runs no code of this process.
             unsafe { libc::_exit(0) }
         }
         ForkResult::Parent { child } => {

@@ -23,7 +23,7 @@ pub struct Origin {
     pub tid: u32,
     /// The thread's name, escaped.
     pub comm: String,
-    /// The thread's cgroup of version 2 and its container, if they are asked for.
+    /// The thread's cgroup of version 2 and its container, if they are requested.
     #[serde(flatten)]
     pub cgroup_info: Option<CgroupInfo>,
 }

@@ -184,7 +184,9 @@ impl Process {
         let process = field(format!("/proc/{tid}/status"), "Tgid:");
         match process.and_then(|pid| pid.parse().ok()) {
             Some(pid) => Self::open(pid),
-            None => bail!("no thread has TID {tid}; list those of a process with: ps -L -p PID"),
+            None => {
+                bail!("no thread has TID {tid}; list the threads of a process with: ps -L -p PID")
+            }
         }
     }
 
@@ -303,8 +305,8 @@ impl Process {
         Ok(mappings)
     }
 
-    /// Opens the files of these mappings of the process. Devices, and files that cannot be found any more, are left
-    /// out. Other errors are in `errors`.
+    /// Opens the files of these mappings of the process. Devices, and files that cannot be found any more, are
+    /// omitted. Other errors are in `errors`.
     pub fn open_code(&self, mappings: &[Mapping]) -> CodeFiles {
         let mut found = CodeFiles::default();
         for mapping in mappings {
@@ -443,7 +445,7 @@ impl Mapping {
         (self.device, self.inode)
     }
 
-    /// Returns the file's name without folders, escaped; a name such as `[vdso]` stays as it is.
+    /// Returns the file's name without directories, escaped; a name such as `[vdso]` stays as it is.
     pub fn module(&self) -> String {
         let path = self.path.as_os_str().as_bytes();
         let path = path.strip_suffix(b" (deleted)").unwrap_or(path);

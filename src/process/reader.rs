@@ -229,8 +229,8 @@ fn read(pid: u32, source: Source<'_>, length: usize) -> io::Result<Vec<u8>> {
             state.silent.insert(pid, Instant::now());
             let comm = Process::open(pid).map_or(String::new(), |process| process.comm());
             crate::message!(
-                "process {pid} ({comm}) did not answer: its memory, or the lock of its address space, cannot be had \
-                 within {} s; it is left out for {} s",
+                "process {pid} ({comm}) did not answer: its memory, or the lock of its address space, are not available within {} s; it is skipped for {} \
+                 s",
                 PATIENCE.as_secs_f64(),
                 REST.as_secs()
             );
@@ -252,7 +252,7 @@ impl Reader {
             ForkResult::Child => {
                 guard::close_all(&others);
                 serve(other.as_raw_fd());
-                // SAFETY: _exit() ends this process, and runs nothing of ours.
+                // SAFETY: _exit() ends this process, and runs no code of this process.
                 unsafe { libc::_exit(0) }
             }
         }
@@ -369,7 +369,7 @@ fn copy(tid: i32, address: u64, to: &mut [u8]) -> isize {
 /// Sends all bytes, or ends the child.
 fn send(stream: RawFd, mut bytes: &[u8]) {
     while !bytes.is_empty() {
-        // SAFETY: the bytes live until the call returns, and _exit() runs nothing of ours.
+        // SAFETY: the bytes live until the call returns, and _exit() runs no code of this process.
         let sent = unsafe {
             libc::send(
                 stream,

@@ -83,7 +83,7 @@ impl TracedCode {
     /// If there are no file descriptors left.
     pub fn descriptor(&self) -> Result<OwnedFd> {
         let log = self.log.as_fd().try_clone_to_owned();
-        log.context("failed to watch the log of mappings")
+        log.context("failed to monitor the log of mappings")
     }
 
     /// Reads new mappings from the log.

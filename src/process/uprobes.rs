@@ -2,7 +2,7 @@
 //!
 //! For both the kernel takes the lock of each process that maps the file, while no process of the machine can fork
 //! (`mmap_lock`). A removal that is interrupted by SIGKILL leaves breakpoints in the processes ("failed to unregister,
-//! leaking uprobe" in the kernel's log), so it is done by guard processes, which are in no process group of ours.
+//! leaking uprobe" in the kernel's log), so it is done by guard processes, which are in no process group of this tool.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -128,7 +128,7 @@ fn hold_links(busy: Option<&mmap_lock::Unanswered>) -> Result<OwnedFd> {
             let _ = setsid();
             let _ = read(&until, &mut [0]);
             busy.into_iter().for_each(mmap_lock::Unanswered::wait);
-            // SAFETY: _exit() ends this process, and runs nothing of ours.
+            // SAFETY: _exit() ends this process, and runs no code of this process.
             unsafe { libc::_exit(0) }
         }
     }

@@ -123,7 +123,7 @@ fn without_conflicts(command: clap::Command) -> clap::Command {
     })
 }
 
-/// Removes from a message what Rust adds to the system's words.
+/// Strips the suffix "(os error N)" of Rust from a message.
 pub fn in_plain_words(message: &str) -> String {
     let message = message.replace("failed to fill whole buffer", "it ends too early");
     let mut parts = message.split(" (os error ");
@@ -137,10 +137,10 @@ pub fn in_plain_words(message: &str) -> String {
     plain
 }
 
-/// Prints what clap has to say: the help that was asked for, or what is wrong with the arguments.
+/// Prints the help or the usage error that clap returned.
 fn usage(said: &clap::Error, moved: &[Moved], line: &[OsString]) -> ExitCode {
     if !said.use_stderr() {
-        // Without a reader, nobody misses it.
+        // Without a reader, the output is not needed.
         let _ = said.print();
         return ExitCode::SUCCESS;
     }
@@ -317,8 +317,9 @@ fn can_be_printed(file: BorrowedFd<'_>) -> bool {
     matches!(poll(&mut room, PollTimeout::ZERO), Ok(1..))
 }
 
-/// Checks the command line of a tool, in its unit tests: it is well defined, has a help that fits on a screen,
-/// enforces what options require, and refuses these lines as wrong usage, with exit status 2. Words in a line are separated by spaces; the tool's name is left out.
+/// Checks the command line of a tool, in its unit tests: it is well defined, has a help that fits on a screen, enforces
+/// what options require, and refuses these lines as wrong usage, with exit status 2. Words in a line are separated by
+/// spaces; the tool's name is omitted.
 ///
 /// # Panics
 /// If the definition contradicts itself, or a line is accepted.

@@ -124,7 +124,7 @@ pub struct StackCounts<'map, M> {
     places: Hash128Builder,
     /// Maximum number of stacks in the sums.
     max_stacks: u32,
-    /// Events whose stacks were left out, as the sums were full.
+    /// Events whose stacks were omitted, as the sums were full.
     without_stack: u64,
     /// Counts of each process since the last report, if there is a timeline.
     processes: Option<HashMap<(u32, String), Count>>,
@@ -143,7 +143,7 @@ pub struct ProcessSum {
     pub pid: u32,
     /// The name of the process or thread, escaped.
     pub comm: String,
-    /// The cgroup and container of the process when it was last counted, if they are asked for.
+    /// The cgroup and container of the process when it was last counted, if they are requested.
     pub cgroup_info: CgroupInfo,
     /// The number of events, or of bytes.
     pub sum: u64,
@@ -449,7 +449,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         Ok(known.then(|| hasher.finish_wide()))
     }
 
-    /// Adds to the key's count. Returns false if the stacks had to be left out.
+    /// Adds to the key's count. Returns false if the stacks had to be omitted.
     fn add(&mut self, key: &Key, count: Count) -> Result<bool> {
         // The stacks are symbolized when they are printed. By then the table may have been replaced, so they are read
         // now.

@@ -107,7 +107,7 @@ impl Losses {
         }
     }
 
-    /// Reports at the end what was lost, and how many events of the tool itself were left out, if any: on stderr, and
+    /// Reports at the end what was lost, and how many events of the tool itself were omitted, if any: on stderr, and
     /// as last objects in JSON.
     ///
     /// # Errors
@@ -130,7 +130,7 @@ impl Losses {
         unwinder.map_or(Ok(()), |unwinder| unwinder.report(output))
     }
 
-    /// Reports these losses, and how many events of the tool itself `object` left out, if any: on stderr, and as last
+    /// Reports these losses, and how many events of the tool itself `object` omitted, if any: on stderr, and as last
     /// objects in JSON.
     ///
     /// # Errors
@@ -204,7 +204,7 @@ pub fn finish_metrics(object: &Object, filter: &Filter, mut metrics: Metrics) ->
     metrics.finish()
 }
 
-/// Reports how many events of the tool itself were left out although the options ask for them, if any: on stderr, and
+/// Reports how many events of the tool itself were omitted although the options ask for them, if any: on stderr, and
 /// as an object in JSON.
 ///
 /// # Errors
@@ -214,7 +214,7 @@ pub fn report_own_events(object: &Object, output: &mut Output) -> Result<()> {
     if own_events > 0 {
         output.row(&OwnRow { own_events })?;
         output.flush()?;
-        crate::message!("left out {own_events} events of its own");
+        crate::message!("ignored {own_events} events of its own");
     }
     Ok(())
 }

@@ -27,7 +27,7 @@ const KEPT: [Capability; 12] = [
     Capability::CAP_SYS_PTRACE,
     Capability::CAP_CHECKPOINT_RESTORE,
     Capability::CAP_KILL,
-    // To read tracefs, and to replace the files that options name, whoever owns their folders.
+    // To read tracefs, and to replace the files that options name, whoever owns their directories.
     Capability::CAP_DAC_READ_SEARCH,
     Capability::CAP_DAC_OVERRIDE,
     Capability::CAP_FOWNER,
@@ -76,7 +76,7 @@ const FORBIDDEN: [i64; 18] = [
 /// # Errors
 /// If the kernel refuses, which it has no reason to.
 pub fn keep_tracing_and(also: &[Capability]) -> Result<()> {
-    set_no_new_privs().context("failed to give up new privileges (PR_SET_NO_NEW_PRIVS)")?;
+    set_no_new_privs().context("failed to disable new privileges (PR_SET_NO_NEW_PRIVS)")?;
     let mut kept = CapsHashSet::from(KEPT);
     kept.extend(also);
     kept.extend(file_name::needed_capabilities());
@@ -122,7 +122,7 @@ fn keep(kept: &CapsHashSet) -> Result<()> {
     for set in [CapSet::Effective, CapSet::Permitted] {
         let held = caps::read(None, set).context("failed to read the capabilities")?;
         let kept = held.intersection(kept).copied().collect();
-        caps::set(None, set, &kept).context("failed to give up capabilities")?;
+        caps::set(None, set, &kept).context("failed to drop capabilities")?;
     }
     Ok(())
 }

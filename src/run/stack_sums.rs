@@ -40,7 +40,7 @@ impl Key {
         }
     }
 
-    /// Whether the key has a stack, which can be left out for lack of room.
+    /// Whether the key has a stack, which can be omitted for lack of space.
     pub(crate) fn has_stacks(&self) -> bool {
         [self.user, self.kernel]
             .iter()
@@ -63,7 +63,7 @@ impl Key {
 pub(crate) struct Count {
     pub(crate) events: u64,
     pub(crate) bytes: u64,
-    /// The id of the cgroup that the process was in last; 0 if cgroups are not asked for.
+    /// The id of the cgroup that the process was in last; 0 if cgroups are not requested.
     pub(crate) cgroup: u64,
 }
 
@@ -184,7 +184,7 @@ impl Sums {
     }
 
     /// Adds to the line with this text; `place` is the place of its stack, if known. Returns false if the line would
-    /// be new, and there are `most` lines of stacks already. Without `most`, for a line that has no stack to leave out,
+    /// be new, and there are `most` lines of stacks already. Without `most`, for a line that has no stack to omit,
     /// the function returns true.
     pub(crate) fn add_line(
         &mut self,
@@ -354,7 +354,7 @@ mod tests {
         assert!(sums.add_line(line("p;main", None), Some(1), 7, Some(2)));
         assert!(sums.add_line(line("p;f", by_fp), Some(2), 2, Some(2)));
         assert!(!sums.add_line(line("p;g", None), Some(3), 2, Some(2)));
-        // A line that is left out leaves nothing behind.
+        // A line that is omitted leaves nothing behind.
         assert!(sums.texts.find("g").is_none() && sums.texts.find("f").is_some());
         assert!(sums.add_line(line("p;f", by_fp), Some(4), 2, Some(2)));
         assert!(sums.add_at(4, 1) && sums.add_at(1, 1) && !sums.add_at(3, 1));

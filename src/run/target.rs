@@ -38,14 +38,14 @@ pub struct TargetArgs {
     )]
     pub command: Option<String>,
 
-    /// With -p: also trace the processes that they start
+    /// With -p: also trace child processes
     ///
-    /// The descendants of a command of -c are always traced.
+    /// The child processes of a command of -c are always traced.
     #[arg(help_heading = "Target", long)]
     pub children: bool,
 }
 
-/// Formats what is traced, in words and escaped.
+/// Formats the target for messages, escaped.
 impl fmt::Display for TargetArgs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.command {
@@ -104,7 +104,7 @@ impl Target {
         let command = line
             .map(|line| -> Result<_> { Ok((line.to_owned(), CommandLine::parse(line)?.start()?)) })
             .transpose()?;
-        // Mounting tracefs takes a privilege that is given up next. A tool that needs tracefs checks once more, and
+        // Mounting tracefs takes a privilege that is dropped next. A tool that needs tracefs checks once more, and
         // reports what is missing.
         let _ = kernel_support::preflight_tracepoints();
         privileges::keep_tracing_and(&[])?;
@@ -140,7 +140,7 @@ impl Target {
     /// probes are live.
     ///
     /// # Errors
-    /// If the kernel's log of mappings cannot be opened, a process has exited, or servers that are to be asked for
+    /// If the kernel's log of mappings cannot be opened, a process has exited, or servers that are to be requested
     /// debug information cannot be asked.
     pub fn symbolizer(&self, profile: &ProfileArgs, export: &ExportArgs) -> Result<Symbolizer> {
         profile.with_source(Symbolizer::new(self.code()?), export)

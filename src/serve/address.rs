@@ -27,12 +27,12 @@ const UNIX: &str = "unix:";
 pub struct ServeArgs {
     /// Serve the current report over HTTP
     ///
-    /// There are a page, a flame graph, profiles as Go programs serve them, and OpenMetrics. ADDRESS is a port of this
+    /// It serves a page, a flame graph, profiles as Go programs do, and OpenMetrics. ADDRESS is a port of this
     /// machine (6060, 127.0.0.1:6060), or unix:PATH.
     #[arg(long, value_name = "ADDRESS", value_parser = parse)]
     pub serve: Option<Address>,
 
-    /// Allow an address of --serve that other machines can reach
+    /// Allow --serve on an address that other machines can reach
     #[arg(hide_short_help = true, long, requires = "serve")]
     pub serve_remote: bool,
 }
@@ -232,7 +232,7 @@ impl SocketFile {
 
     fn remove(&self) {
         if id(&self.place).is_ok_and(|id| id == Some(self.id)) {
-            // If this fails, the next server at this path finds that nobody listens, and removes the file.
+            // If this fails, the next server at this path finds that no server listens, and removes the file.
             let _ = self.place.remove();
         }
     }
@@ -382,7 +382,7 @@ mod tests {
 
     #[test]
     fn only_a_socket_that_nobody_serves_at_is_replaced() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("x");
         let bind = || Listener::bind(&Address::Unix(path.clone()));
         let first = bind().expect("a socket");
@@ -404,7 +404,7 @@ mod tests {
 
     #[test]
     fn a_file_that_has_become_another_s_is_left() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("x");
         let first = Listener::bind(&Address::Unix(path.clone())).expect("a socket");
         fs::remove_file(&path).expect("it is there");

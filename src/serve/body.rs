@@ -53,7 +53,7 @@ impl BodyMemory {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Takes so many bytes, if they are left.
+    /// Takes that many bytes, if they are left.
     fn take(&self, bytes: usize) -> bool {
         let more = |used: usize| used.checked_add(bytes).filter(|&used| used <= self.limit);
         let taken = self
@@ -158,7 +158,7 @@ impl Drop for Bytes {
     }
 }
 
-/// Body of a report in one format, made for the first client that wants it.
+/// Body of a report in one format, made for the first client that requests it.
 #[derive(Debug, Default)]
 pub(super) struct CachedBody(Mutex<Option<Body>>);
 

@@ -31,7 +31,7 @@ pub(super) enum Unavailable {
 pub(super) struct Exchange {
     state: Mutex<State>,
     changed: Condvar,
-    /// Readable while a report is asked for.
+    /// Readable while a report is requested.
     asked: EventFd,
 }
 

@@ -219,7 +219,7 @@ fn check(request: &httparse::Request<'_, '_>, local_names: bool) -> Result<Reque
         return refused(Status::BadRequest, "a request has one Host");
     }
     let target = request.path.unwrap_or_default();
-    // Requests to a proxy have this form. A proxy can be told any Host.
+    // Requests to a proxy have this form. A proxy can get any Host.
     let (named, target) = match target.strip_prefix("http://") {
         Some(rest) => {
             let (host, target) = rest.split_at(rest.find('/').unwrap_or(rest.len()));

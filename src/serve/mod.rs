@@ -1,12 +1,12 @@
 //! HTTP server for the current report, for browsers and other programs.
 //!
 //! The thread that traces reads the maps and symbolizes the stacks, as for any report. Its
-//! [`Poller`](crate::run::poll::Poller) wakes it for a report at most once a second, however many clients there are.
+//! [`Poller`](crate::run::poll::Poller) wakes it for a report at most once per second, however many clients there are.
 //! Other threads do all else: each connection has its own thread, so that a client that hangs delays only itself.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | [`address`] | the option and its address: loopback or a Unix socket, unless told otherwise |
+//! | [`address`] | the option and its address: loopback or a Unix socket, by default |
 //! | [`server`] | connections, each with its thread |
 //! | `exchange` | requests for reports, and the reports, between the threads |
 //! | `body` | bodies of responses, and the memory that they may take |

@@ -191,7 +191,7 @@ fn text(
     Ok(match body.bytes() {
         [] => Response::text(
             Status::NotImplemented,
-            "this has no text form (debug), as it is of no heap: without debug comes the profile",
+            "this profile has no text form: omit ?debug",
         ),
         _ => ok("text/plain; charset=utf-8", body),
     })

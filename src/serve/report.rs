@@ -19,7 +19,7 @@ use crate::stacks::named::{Frame, NamedStack};
 /// Number of stacks in each table of the page.
 const TOP: usize = 10;
 
-/// A report, and its formats as they were first asked for.
+/// A report, and its formats as they were first requested.
 #[derive(Default)]
 pub struct ServedReport {
     pub(super) content: Option<Content>,

@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn slow_readers_share_one_copy_and_take_no_more_than_the_limit() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("socket");
         let listener = Listener::bind(&Address::Unix(path.clone())).expect("a socket");
         let server = Server::start(listener, LIMIT).expect("a thread");

@@ -60,7 +60,7 @@ impl Trends {
         });
     }
 
-    /// Returns the numbers of a stack at each look, and now. Looks that did not keep the stack are left out.
+    /// Returns the numbers of a stack at each look, and now. Looks that did not keep the stack are omitted.
     pub fn of(&self, key: Key, now: Instant, number: u64) -> Trend {
         let first = self.0.front().map_or(now, |first| first.time);
         let seconds = |time: Instant| time.saturating_duration_since(first).as_secs_f64();

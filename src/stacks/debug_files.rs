@@ -183,7 +183,7 @@ fn debug_link(elf: &Elf<'_>) -> Option<(Vec<u8>, u32)> {
         .ok()?;
     let name = c_string(&link)?.to_vec();
     let checksum = u32::from_le_bytes(*link.get(name.len()..)?.last_chunk()?);
-    // The link must be a file name without a folder.
+    // The link must be a file name without a directory.
     (!name.is_empty() && !name.contains(&b'/')).then_some((name, checksum))
 }
 

@@ -32,7 +32,7 @@ const MAX_OUTPUT: usize = 16 << 10;
 /// Pause between two checks whether the program has ended.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Debug files that were asked for during this run.
+/// Debug files that were requested during this run.
 #[derive(Debug, Default)]
 pub(crate) struct Debuginfod {
     /// Paths by build id; None for a file that no server has.

@@ -20,13 +20,13 @@ const MAX_CACHED: usize = 1024;
 /// Events come in bursts, and the events of a burst have few distinct stacks: each of these is symbolized once.
 pub struct EventStacks<'map, M> {
     table: Stacks<'map, M>,
-    /// The symbolizer; None if stacks were not asked for.
+    /// The symbolizer; None if stacks were not requested.
     symbolizer: Option<Symbolizer>,
     named: Recent,
 }
 
 impl<'map, M: MapCore> EventStacks<'map, M> {
-    /// Creates the table from the maps of a skeleton. `symbolizer` is None if stacks were not asked for.
+    /// Creates the table from the maps of a skeleton. `symbolizer` is None if stacks were not requested.
     ///
     /// # Errors
     /// If the map that says how full the table is cannot be mapped.
@@ -38,7 +38,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
         })
     }
 
-    /// Calls [`Symbolizer::begin`] if stacks were asked for. To be called once the probes are live.
+    /// Calls [`Symbolizer::begin`] if stacks were requested. To be called once the probes are live.
     ///
     /// # Errors
     /// If there are no file descriptors left.
@@ -57,7 +57,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
         }
     }
 
-    /// Returns the symbolized stacks with these ids, or None if stacks were not asked for.
+    /// Returns the symbolized stacks with these ids, or None if stacks were not requested.
     ///
     /// # Errors
     /// If the table of stacks cannot be read.
@@ -91,7 +91,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
         self.table.renew_for_events()
     }
 
-    /// Calls [`Symbolizer::report_losses`] if stacks were asked for.
+    /// Calls [`Symbolizer::report_losses`] if stacks were requested.
     pub fn report_losses(&self) {
         if let Some(symbolizer) = &self.symbolizer {
             symbolizer.report_losses();

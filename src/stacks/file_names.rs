@@ -22,7 +22,7 @@ use crate::stacks::source_lines::SourceLines;
 const MAX_TABLES: usize = 64 << 20;
 /// Maximum size of all cached names, in bytes.
 const MAX_NAMES: usize = 16 << 20;
-/// Maximum number of files that are reported to have no names: whoever makes many of them would fill the screen.
+/// Maximum number of files that are reported to have no names: a process with many of them would fill the screen.
 const MAX_TOLD: u32 = 16;
 /// Maximum number of files without symbols that are remembered for the report about places without names.
 const MAX_STRIPPED: usize = 1024;
@@ -59,14 +59,14 @@ pub(crate) struct FileNames {
     stripped: HashMap<u32, StrippedFile>,
     /// Number of places without names in all stripped files.
     unnamed: usize,
-    /// Whether places without names were left out, as [`MAX_UNNAMED`] are remembered.
+    /// Whether places without names were omitted, as [`MAX_UNNAMED`] are remembered.
     has_more_unnamed: bool,
 }
 
 /// A stripped file, with its places without names.
 #[derive(Debug)]
 struct StrippedFile {
-    /// The file's name without folders, escaped.
+    /// The file's name without directories, escaped.
     module: String,
     /// The file's path in the mount namespace of the process that has it mapped.
     path: PathBuf,
@@ -233,7 +233,7 @@ impl FileNames {
         self.warnings += 1;
         crate::note!("no names for frames in {}: {error:#}", file.module());
         if self.warnings == MAX_TOLD {
-            crate::note!("no names for frames in other files: not told any more");
+            crate::note!("no names for frames in other files; further messages are suppressed");
         }
     }
 
@@ -280,7 +280,7 @@ mod tests {
         names.stripped.insert(file.number, StrippedFile::of(file));
         for offset in [1, 2, 1] {
             assert!(names.find(file, offset).is_none());
-            // Other names have taken the room.
+            // Other names have taken the space.
             names.names.clear();
         }
         assert_eq!(names.stripped()[0].unnamed.len(), 2);

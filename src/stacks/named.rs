@@ -25,7 +25,7 @@ pub enum FrameKind {
     /// A code object of CPython, which the interpreter's loop executes. The symbol is its qualified name, without an
     /// offset; the place in the source is always shown; there is no module.
     Python,
-    /// A function of Java that HotSpot interprets. The symbol is its name with its types, without an offset; the place
+    /// A Java function that HotSpot interprets. The symbol is its name with its types, without an offset; the place
     /// in the source is always shown, as it is of compiled functions; there is no module. Compiled functions are native
     /// code.
     Java,
@@ -43,14 +43,14 @@ pub struct Frame {
     pub symbol: Option<(Rc<str>, u64)>,
     /// Mangled name of the function as its file has it, not escaped; None if the name is not mangled.
     pub mangled: Option<Rc<str>>,
-    /// File name without folders, or a name such as `[vdso]`, and the offset in the file; for the
+    /// File name without directories, or a name such as `[vdso]`, and the offset in the file; for the
     /// kernel's code `kernel` or the kernel module, and the address.
     pub module: Option<(Rc<str>, u64)>,
     /// The mapping that the instruction is in, with its file; None for the kernel's code.
     pub code: Option<MappedCode>,
     /// Kind of code.
     pub kind: FrameKind,
-    /// Source lines of the instruction, if they were asked for and are known.
+    /// Source lines of the instruction, if they were requested and are known.
     pub source: Source,
 }
 
@@ -94,7 +94,7 @@ impl fmt::Display for ShownLine<'_> {
     }
 }
 
-/// Returns a file's name without its folders.
+/// Returns a file's name without its directories.
 fn base_name(file: &str) -> &str {
     file.rsplit('/').next().unwrap_or(file)
 }
@@ -210,8 +210,8 @@ impl Frame {
         self.language().is_some()
     }
 
-    /// Returns the function, for Python with its place in the source, or else the module in brackets. A function of
-    /// Java has the same name whether it is compiled or interpreted.
+    /// Returns the function, for Python with its place in the source, or else the module in brackets. A Java
+    /// function has the same name whether it is compiled or interpreted.
     pub(crate) fn function_or_module(&self) -> Cow<'_, str> {
         match (&self.symbol, &self.module) {
             (Some((name, _)), _) if self.is_python() => {
@@ -316,17 +316,17 @@ pub struct NamedStack {
     pub pid: u32,
     /// The name of the process or thread, escaped.
     pub comm: String,
-    /// The user stack, unless it was not asked for or there is none.
+    /// The user stack, unless it was not requested or there is none.
     pub user: Option<Part>,
-    /// The kernel stack, unless it was not asked for or there is none.
+    /// The kernel stack, unless it was not requested or there is none.
     pub kernel: Option<Part>,
     /// The program that the process runs, if there is a user stack.
     pub program: Option<MappedCode>,
 }
 
 /// Serializes to `{"kernel_frames":[...],"user_frames":[...],"truncated":null}`, to be flattened into a row. The
-/// innermost frame comes first. A lost stack has no frames. A part that was not asked for or does not exist is left
-/// out. `truncated` says why outer frames are missing, if they are.
+/// innermost frame comes first. A lost stack has no frames. A part that was not requested or does not exist is
+/// omitted. `truncated` says why outer frames are missing, if they are.
 impl Serialize for NamedStack {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut stack = serializer.serialize_struct("NamedStack", 3)?;
@@ -348,9 +348,9 @@ pub struct StackIds<'a> {
     pub pid: u32,
     /// The name of the process or thread, escaped.
     pub comm: &'a str,
-    /// The user stack, if it was asked for.
+    /// The user stack, if it was requested.
     pub user: Option<u64>,
-    /// The kernel stack, if it was asked for.
+    /// The kernel stack, if it was requested.
     pub kernel: Option<u64>,
 }
 

@@ -59,7 +59,7 @@ struct PerfMap {
     tail: Vec<u8>,
     /// Whether the read position is in the middle of a line that is too long.
     skipping: bool,
-    /// Whether functions were left out for lack of memory.
+    /// Whether functions were omitted for lack of memory.
     full: bool,
 }
 
@@ -208,7 +208,7 @@ impl PerfMaps {
         if map.full && !self.told {
             self.told = true;
             crate::note!(
-                "some names of generated code are left out: process {pid} has more than {} MiB \
+                "some names of generated code are skipped: process {pid} has more than {} MiB \
                  of them",
                 MAX_KEPT >> 20
             );

@@ -1,7 +1,7 @@
 //! Runtimes that write a perf map of the functions that they compile or interpret only if started with an option for
 //! it.
 //!
-//! HotSpot is not among these runtimes: its memory is read, and it can be asked for a perf map while it runs.
+//! HotSpot is not among these runtimes: its memory is read, and it can be requested a perf map while it runs.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 

@@ -43,7 +43,7 @@ const MAX_CPU: u64 = 20;
 const MAX_TIME: Duration = Duration::from_secs(60);
 /// Maximum size of an answer in bytes: more than the most and longest functions and paths.
 const MAX_ANSWER: u64 = 4 << 20;
-/// Maximum number of files that are reported to have no lines: whoever makes many of them would fill the screen.
+/// Maximum number of files that are reported to have no lines: a process with many of them would fill the screen.
 const MAX_TOLD: usize = 16;
 /// Maximum size of all cached lines, in bytes.
 const MAX_LINES: usize = 16 << 20;

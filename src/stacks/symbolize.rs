@@ -42,12 +42,12 @@ pub struct Symbolizer {
     interpreters: Option<InterpreterNames>,
 }
 
-/// Options for what the frames of user stacks are told with beside their functions.
+/// Options for what the frames of user stacks are shown with, in addition to their functions.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct SourceArgs {
     /// Show source lines and inlined functions
     ///
-    /// They come from debug information that is installed.
+    /// This requires debug information, which is read if it is installed.
     #[arg(help_heading = "Output", long)]
     pub lines: bool,
 

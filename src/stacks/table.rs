@@ -98,7 +98,7 @@ pub struct Stack {
 /// Reason for the end of a stack walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WalkEnd {
-    /// The walk ended at the outermost frame, or at the last frame pointer if only frame pointers were asked for.
+    /// The walk ended at the outermost frame, or at the last frame pointer if only frame pointers were requested.
     Root,
     /// The walk ended at the depth limit.
     Depth,
@@ -434,7 +434,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         self.entries
     }
 
-    /// Clears the cache of stacks that were read. Call it when they will not be asked for again.
+    /// Clears the cache of stacks that were read. Call it when they will not be requested again.
     pub fn forget_read(&mut self) {
         self.known.clear();
     }

@@ -16,13 +16,13 @@ const MAX_PAUSE: Duration = Duration::from_millis(250);
 pub struct CopyArgs {
     /// Maximum pause for a copy, in milliseconds [default: 250]
     ///
-    /// The process is stopped while its memory is copied. A copy that takes longer is given up, and tried again.
+    /// The process is paused while its memory is copied. A longer copy is abandoned, and retried.
     #[arg(hide_short_help = true, long, value_name = "MS", value_parser = milliseconds)]
     pub max_pause: Option<Duration>,
 
-    /// Copy most of the memory before the process is stopped
+    /// Copy most memory before the pause
     ///
-    /// In the pause, only memory that was written since then is copied. The first write to each page causes a page
+    /// In the pause, only modified pages are copied. The first write to each page causes a page
     /// fault.
     #[arg(hide_short_help = true, long, conflicts_with = "idle")]
     pub pre_copy: bool,

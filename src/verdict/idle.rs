@@ -51,15 +51,15 @@ impl Row for Idle {
         if self.reclaim_scanned > 0 {
             writeln!(
                 out,
-                "[uncertain] reclaim looked at {} meanwhile, of all processes, and cleared the marks of use: as many \
-                 at most may be called idle, and are not",
+                "[uncertain] reclaim scanned {} of all processes during this time, and cleared their Accessed bits: up to as many pages may be shown as idle, and are \
+                 not",
                 text::count_with_noun(self.reclaim_scanned, "page")
             )?;
         }
         if self.own_pages_lost > 0 {
             writeln!(
                 out,
-                "[uncertain] {} of {} that {} used itself have lost the mark of that (to reclaim, DAMON or others): \
+                "[uncertain] {} of {} that {} accessed itself had their Accessed bits cleared (by reclaim, DAMON or others): \
                  about so large a part of what was used may be called idle; with more than a tenth, nothing is",
                 text::grouped(self.own_pages_lost),
                 text::count_with_noun(self.own_pages, "page"),
@@ -69,7 +69,7 @@ impl Row for Idle {
         if !self.huge_pages_judged {
             writeln!(
                 out,
-                "[uncertain] huge pages count as used: huge pages that this tool used itself have lost the mark of that"
+                "[uncertain] huge pages count as used: huge pages that this tool accessed had their Accessed bits cleared"
             )?;
         }
         if self.cpus_not_reached > 0 {

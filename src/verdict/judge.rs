@@ -60,7 +60,7 @@ pub struct Sums {
     pub unreachable_via: Sum,
     /// Blocks that are unreachable, or unreachable via others, in the last image, but were not in the one before.
     pub undecided: Sum,
-    /// Objects of CPython in cycles that its garbage collector will free, and blocks that only these objects hold.
+    /// Objects of CPython in cycles that its garbage collector will free, and blocks that only these objects reference.
     pub python_cycles: Sum,
     /// Blocks with a chain of references from a root, all of which are to starts of blocks.
     pub reachable: Sum,
@@ -337,7 +337,7 @@ impl Tree {
     }
 }
 
-/// Returns the labels by which ways of holding a block are told apart: the root's variable, and the kinds of the
+/// Returns the labels by which ways of holding a block are distinguished: the root's variable, and the kinds of the
 /// nearest holders. Repeated labels, as along a list, count once, and so do further blocks of the block's own kind.
 pub(super) fn way(
     reach: &Reach,

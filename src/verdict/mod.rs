@@ -175,14 +175,14 @@ pub fn expect_whole(walked: &Walked) -> Result<()> {
     }
     if walked.image.unread > 0 {
         bail!(
-            "no verdict on process {pid}: the kernel refused to read {} of its memory, which may hold references",
+            "no verdict on process {pid}: the kernel refused to read {} of its memory, which may contain references",
             text::bytes(walked.image.unread)
         );
     }
     capture::expect_memory_to_judge(pid, walked.heap.blocks().len())
 }
 
-/// Refuses to judge if the process has memory that may hold references and is not in the image: memory that it has
+/// Refuses to judge if the process has memory that may contain references and is not in the image: memory that it has
 /// written and may not read now, as the process can remove the protection again, and pages of mapped files that are
 /// neither in its page table nor in the page cache.
 ///
@@ -193,7 +193,7 @@ pub fn expect_readable(image: &Image) -> Result<()> {
     let protected = protected_bytes(image)?;
     if protected > 0 {
         bail!(
-            "no verdict on process {pid}: {} of its memory are protected from being read (PROT_NONE), and may hold \
+            "no verdict on process {pid}: {} of its memory are protected from being read (PROT_NONE), and may contain \
              references",
             text::bytes(protected)
         );
@@ -201,8 +201,8 @@ pub fn expect_readable(image: &Image) -> Result<()> {
     let unexamined = image.file_words.unexamined;
     if unexamined > 0 {
         bail!(
-            "no verdict on process {pid}: {} of shared memory or of mapped files are in swap, on disk, or not shown to \
-             us, and may hold references; once they are in memory again, try again",
+            "no verdict on process {pid}: {} of shared memory or of mapped files are in swap, on disk, or not \
+             visible, and may contain references; once they are in memory again, try again",
             text::bytes(unexamined)
         );
     }
@@ -435,7 +435,8 @@ impl<'a> HeapAnalysis<'a> {
         })
     }
 
-    /// Returns the command to run next: what has allocated the leak, what holds the largest group, or how it grows.
+    /// Returns the command to run next: what has allocated the leak, what references the largest group, or how it
+    /// grows.
     fn next(&self, is_answered: bool, judgement: &Judgement) -> Option<Next> {
         let pid = self.image.pid;
         if self.trace.is_some_and(|trace| trace.at_exit) {
@@ -450,7 +451,7 @@ impl<'a> HeapAnalysis<'a> {
             Some(kind) if !is_answered => {
                 let question = judge::question(kind);
                 let command = format!("heapscan -p {pid} --why {}", shell_words::quote(&question));
-                (command, "what holds the largest group")
+                (command, "what references the largest group")
             }
             _ => (format!("heapscan -p {pid} --growth 60"), "whether it grows"),
         };

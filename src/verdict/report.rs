@@ -45,7 +45,7 @@ pub struct Trace {
     pub at_exit: bool,
     /// Number of blocks of the heap whose allocation was traced.
     pub traced_blocks: u64,
-    /// Number of entries of --suppressions that were left out.
+    /// Number of entries of --suppressions that were omitted.
     pub ignored_suppressions: u64,
     /// What the trace has lost.
     pub lost: Losses,
@@ -59,7 +59,7 @@ impl Row for Verdict {
             .collect();
         let when = match &self.trace {
             Some(Trace { at_exit: true, .. }) => " at its exit".to_owned(),
-            _ => format!(", which was stopped for {}", pauses.join(" and ")),
+            _ => format!(", paused for {}", pauses.join(" and ")),
         };
         writeln!(
             out,
@@ -72,15 +72,11 @@ impl Row for Verdict {
         let sums = &self.sums;
         let all = [
             ("unreachable", sums.unreachable, "a leak: definitely lost"),
-            (
-                "unreachable via these",
-                sums.unreachable_via,
-                "indirectly lost",
-            ),
+            ("lost via these", sums.unreachable_via, "indirectly lost"),
             (
                 "undecided",
                 sums.undecided,
-                "possibly lost: unreachable in the last copy only",
+                "possibly lost: unreachable in one snapshot only",
             ),
             (
                 "in Python's cycles",
@@ -91,14 +87,14 @@ impl Row for Verdict {
             (
                 "reachable, interior only",
                 sums.interior_only,
-                "possibly lost: through a middle, or an encoded address",
+                "possibly lost: interior or encoded pointers only",
             ),
             ("suppressed", sums.suppressed, "of any class above"),
         ];
         let in_doubt = (
             "in doubt",
             sums.in_doubt,
-            "in use or in a thread's cache: beside these, and not judged",
+            "in use or in a thread's cache: in addition, and not classified",
         );
         let blocks = all.iter().map(|(_, sum, _)| sum.blocks).sum();
         let allocator = match self.allocator.as_str() {
@@ -234,7 +230,7 @@ pub struct Origin {
 fn text_of_origin(origin: Option<&Origin>, is_traced: bool, out: &mut dyn Write) -> io::Result<()> {
     let Some(origin) = origin else {
         let remark = if is_traced {
-            "; not seen to be allocated"
+            "; allocated before the trace"
         } else {
             ""
         };

@@ -76,7 +76,7 @@ impl SymbolizedStacks {
         self.suppressed.get(&(key, kind)).copied()
     }
 
-    /// Whether a function of this name is in the stack. The name may leave out the parameters and the enclosing scopes.
+    /// Whether a function of this name is in the stack. The name may omit the parameters and the enclosing scopes.
     pub(super) fn has_function(&self, key: u64, name: &str) -> bool {
         let stack = self.stacks.get(&key);
         let mut symbols = stack

@@ -1,6 +1,6 @@
 //! Suppressions in valgrind's file format (`--suppressions`): patterns of call stacks whose leaks are not reported.
 //!
-//! Only Memcheck's entries about leaks are used. Other entries are left out, and counted.
+//! Only Memcheck's entries about leaks are used. Other entries are omitted, and counted.
 
 mod sites;
 
@@ -123,7 +123,7 @@ impl Suppressions {
         Ok(())
     }
 
-    /// Returns the number of entries that were left out.
+    /// Returns the number of entries that were omitted.
     pub fn ignored(&self) -> u64 {
         self.ignored
     }

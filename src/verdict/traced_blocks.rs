@@ -51,7 +51,7 @@ pub struct TracedBlocks {
 struct TracedBlock {
     /// Index of the block in the heap's blocks.
     number: usize,
-    /// Bytes that were asked for.
+    /// Bytes that were requested.
     bytes: u64,
     stack: u64,
     time_ns: u64,
@@ -59,7 +59,7 @@ struct TracedBlock {
 
 impl TracedBlocks {
     /// Finds the blocks that these allocations made. An allocation after the copy, at `copied_ns` of CLOCK_MONOTONIC,
-    /// may have the address of a block that was freed meanwhile, and is left out. So is an allocation that is larger
+    /// may have the address of a block that was freed meanwhile, and is omitted. So is an allocation that is larger
     /// than the block at its address: it made another block.
     pub fn of(
         heap: &Heap,

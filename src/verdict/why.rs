@@ -22,7 +22,7 @@ pub struct Why {
     /// Number of blocks whose holders are in the tree.
     pub(super) traced_blocks: u64,
     pub(super) tree: Vec<Branch>,
-    /// Number of smaller holders that the tree leaves out.
+    /// Number of smaller holders that the tree omits.
     pub(super) more: usize,
 }
 
@@ -33,12 +33,12 @@ pub(super) struct Branch {
     pub(super) blocks: u64,
     pub(super) bytes: u64,
     pub(super) below: Vec<Branch>,
-    /// Number of holders left out below: the smaller ones, or all where the tree is cut off.
+    /// Number of holders omitted below: the smaller ones, or all where the tree is cut off.
     pub(super) more: usize,
 }
 
 impl Branch {
-    /// Returns the branches of a tree that are shown, the largest first, and the number of branches left out.
+    /// Returns the branches of a tree that are shown, the largest first, and the number of branches omitted.
     pub(super) fn list(tree: &Tree, depth: usize) -> (Vec<Self>, usize) {
         let mut list: Vec<_> = tree.below.iter().collect();
         list.sort_by_key(|(_, tree)| std::cmp::Reverse(tree.sum.bytes));

@@ -31,8 +31,8 @@ pub(crate) fn tests() -> Vec<Trial> {
 /// Numbers of opens of the file after which the file is swapped. memleak opens the file a few times before it attaches.
 const OPENS: std::ops::RangeInclusive<u32> = 1..=5;
 
-/// A process maps a library of its own, and replaces the file by a link to another library as soon as somebody
-/// opens it. Where the first library has malloc and free, the other one has the middle of an instruction.
+/// A process maps a library of its own, and replaces the file by a link to another library as soon as it is
+/// opened. Where the first library has malloc and free, the other one has the middle of an instruction.
 fn a_file_that_is_swapped_takes_no_probes_elsewhere() -> Result<()> {
     let library = workload("libvictim.so");
     let library = library.to_string_lossy();
@@ -104,7 +104,7 @@ fn what_is_no_elf_file_is_left_out() -> Result<()> {
     Ok(())
 }
 
-/// A library's symbols place malloc and free where no instruction is: they are left out, and the program's other
+/// A library's symbols place malloc and free where no instruction is: they are omitted, and the program's other
 /// functions are probed.
 fn a_symbol_where_no_instruction_is_is_left_out() -> Result<()> {
     let folder = harness::scratch()?;
@@ -139,7 +139,7 @@ fn a_symbol_where_no_instruction_is_is_left_out() -> Result<()> {
 }
 
 /// Everything that a program leaks from its first instruction on is reported. Its allocators are jemalloc and
-/// musl, which are not those of the command's first program. With /dev/null as stdin a workload waits for nobody.
+/// musl, which are not those of the command's first program. With /dev/null as stdin a workload does not wait.
 fn a_command_that_becomes_another_misses_nothing() -> Result<()> {
     let folder = harness::scratch()?;
     let script = folder.path().join("script");

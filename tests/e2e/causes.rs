@@ -36,7 +36,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// Returns the current findings, worst first. OOM kills of the last hour and pressure of the last ten seconds are
-/// left out, because other tests cause them.
+/// omitted, because other tests cause them.
 fn current_findings(objects: &[Value]) -> Vec<&Value> {
     let past = |finding: &&Value| {
         ["oom-kills", "pressure"]
@@ -62,7 +62,7 @@ fn foremost_of<'a>(findings: &[&'a Value], rule: &str) -> Result<(&'a Value, &'a
 }
 
 /// Returns the first finding, which must be of the rule `rule`, and its evidence. Findings of the rule `made` are
-/// left out: the test itself causes that shortage, which is as bad on a machine that reads slowly.
+/// omitted: the test itself causes that shortage, which is as bad on a machine that reads slowly.
 fn foremost_beside<'a>(
     objects: &'a [Value],
     made: &str,

@@ -27,7 +27,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 const SIZE: u64 = 4093;
 
 /// Runs memleak on a build of the workload in which each function leaks `blocks` blocks. Each build has the same
-/// file name, in a folder of its own.
+/// file name, in a directory of its own.
 fn leak(build: &str, blocks: u64, options: &[&str]) -> Result<ToolOutput> {
     let folder = harness::scratch()?;
     let program = folder.path().join("leaks");

@@ -67,12 +67,12 @@ impl Layout {
         Ok(own.to_owned())
     }
 
-    /// Returns the folder of the topmost cgroup.
+    /// Returns the directory of the topmost cgroup.
     pub(crate) fn path(&self) -> String {
         self.top.path().display().to_string()
     }
 
-    /// Removes the cgroups, and returns the folder of the one that was made last.
+    /// Removes the cgroups, and returns the directory of the one that was made last.
     pub(crate) fn remove(self) -> Result<PathBuf> {
         self.made.last().cloned().context("no cgroup")
     }

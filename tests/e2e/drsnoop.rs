@@ -63,7 +63,7 @@ fn free_memory_without_memory_cgroups() -> Result<()> {
     let way = "raw tracepoints, free memory from /proc/vmstat";
     let tool = Tool::start_by(way, "drsnoop", &args)?;
     let ended = columns_are_right(&mut writer, tool)?;
-    let told = "FREE(KB) is that of the moment of printing";
+    let told = "FREE(KB) is the value when the line is printed";
     ensure!(ended.stderr.matches(told).count() == 1, "{ended:?}");
     Ok(())
 }

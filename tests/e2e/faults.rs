@@ -311,7 +311,7 @@ fn a_process_that_exits_ends_it() -> Result<()> {
 }
 
 /// A second instance of faults, which starts before the first one and ends after it, counts at least as many
-/// faults of the first one as the first one leaves out.
+/// faults of the first one as the first one omits.
 fn its_own_faults_are_left_out_and_told() -> Result<()> {
     let mut other = Tool::start("faults", &["--by-process", "-n", "faults"])?;
     other.wait_for_stderr(READY)?;
@@ -320,8 +320,8 @@ fn its_own_faults_are_left_out_and_told() -> Result<()> {
     let pid = tool.pid();
     let ended = tool.interrupt()?;
     let left_out = |stderr: &str| {
-        let line = stderr.lines().find(|line| line.contains("left out"))?;
-        let events = line.strip_prefix("faults: left out ")?;
+        let line = stderr.lines().find(|line| line.contains("omitted"))?;
+        let events = line.strip_prefix("faults: omitted ")?;
         events
             .strip_suffix(" events of its own")?
             .parse::<u64>()
@@ -367,7 +367,7 @@ fn cpus_that_come_later_are_traced() -> Result<()> {
             drop(Setting::change(CPU_1, "0")?);
         }
         drop(offline);
-        tool.wait_for_stderr("CPU 1 has come online, and is traced from now on")?;
+        tool.wait_for_stderr("CPU 1 has come online, and is traced")?;
         tool.wait_for_stderr("mappings on CPU 1 are logged")?;
         let mut program = Command::new("taskset");
         program.arg(ON_CPU_1).arg(workload("minor")).arg(PAGES);

@@ -163,7 +163,7 @@ fn paths_are_whole() -> Result<()> {
     Ok(())
 }
 
-/// The mapped file belongs to a layer of the overlayfs, whose own mount is in no folder.
+/// The mapped file belongs to a layer of the overlayfs, whose own mount is in no directory.
 fn paths_on_overlayfs_are_those_of_the_container() -> Result<()> {
     let folder = folder_on_disk()?;
     let at = |name: &str| folder.path().join(name).display().to_string();

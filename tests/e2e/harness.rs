@@ -80,7 +80,7 @@ pub(crate) fn heed_signals() {
         Signal::SIGHUP,
         Signal::SIGQUIT,
     ] {
-        // SAFETY: sets the default action, which runs nothing of ours.
+        // SAFETY: sets the default action, which runs no code of this process.
         let set = unsafe { nix::sys::signal::signal(signal, SigHandler::SigDfl) };
         assert!(set.is_ok(), "{signal}: {set:?}");
     }
@@ -132,7 +132,7 @@ pub(crate) fn expect_refusal(tool: &str, args: &[&str], code: i32, remedy: &str)
     Ok(())
 }
 
-/// Makes a command run in a new mount namespace, with the folder `root` as its root.
+/// Makes a command run in a new mount namespace, with the directory `root` as its root.
 pub(crate) fn in_root(command: &mut Command, root: &Path) {
     let root = root.to_owned();
     // SAFETY: system calls between fork and exec.
@@ -157,7 +157,7 @@ pub(crate) fn container(folder: &Path) -> Command {
     container
 }
 
-/// Makes a temporary folder for one test. The folder is removed when the handle is dropped.
+/// Makes a temporary directory for one test. The directory is removed when the handle is dropped.
 pub(crate) fn scratch() -> Result<tempfile::TempDir> {
     tempfile::tempdir().context("failed to make a folder")
 }
@@ -200,7 +200,7 @@ pub(crate) fn expect_protected_from_oom(tool: Tool) -> Result<()> {
 }
 
 /// Returns the mappings of /proc/PID/smaps that have resident pages and are not locked. BPF maps, perf event
-/// buffers and the vDSO with its data are left out: they are the kernel's own memory, which is never reclaimed.
+/// buffers and the vDSO with its data are omitted: they are the kernel's own memory, which is never reclaimed.
 fn unlocked_mappings(smaps: &str) -> Vec<String> {
     let mut unlocked = Vec::new();
     let (mut mapping, mut resident) = ("", false);

@@ -146,7 +146,7 @@ fn blocks_are_found_where_others_moved_the_end_of_the_heap() -> Result<()> {
     expect_blocks("foreign").map(drop)
 }
 
-/// Fetches the C library of another Debian suite, with its loader. Returns their folder.
+/// Fetches the C library of another Debian suite, with its loader. Returns their directory.
 fn fetch_libc(suite: &str) -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = root.join("target/libcs");
@@ -158,7 +158,7 @@ fn fetch_libc(suite: &str) -> Result<PathBuf> {
     Ok(folder.join(suite))
 }
 
-/// Compares every kind of heap with the C library in a folder, started by that library's loader.
+/// Compares every kind of heap with the C library in a directory, started by that library's loader.
 fn expect_blocks_with(
     libc: &Path,
     (program, recorder): (&Path, &Path),

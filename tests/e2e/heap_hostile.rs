@@ -188,7 +188,7 @@ fn what_executes_itself_is_judged_or_refused() -> Result<()> {
     for _ in 0..20 {
         let ended = look(&workload.pid(), QUESTIONS[0])?;
         let refused = [
-            "executed another program while it was looked at; if it still runs, try again",
+            "executed another program while it was examined; if it still runs, try again",
             "no verdict on process ",
         ];
         let is_refused = refused.iter().any(|says| ended.stderr.contains(says));

@@ -330,7 +330,7 @@ fn a_kernel_without_marks_copies_nothing_before() -> Result<()> {
     let mut workload = Workload::start("heap", &["0", "211", "plain"])?;
     let pid = workload.pid();
     let remedy = format!(
-        "(CONFIG_MEM_SOFT_DIRTY), so that nothing can be copied before process {pid} is stopped: leave out --pre-copy"
+        "(CONFIG_MEM_SOFT_DIRTY), so that nothing can be copied before process {pid} is stopped: omit --pre-copy"
     );
     harness::expect_refusal(
         "heapscan",

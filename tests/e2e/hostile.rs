@@ -1,5 +1,5 @@
 //! Tools that run as root, on targets of an unprivileged user who has put something hostile where the tools look
-//! (tests/hostile). The traces are complete all the same, and the tools end when they are told to.
+//! (tests/hostile). The traces are complete all the same, and the tools end on request.
 
 mod fuse;
 mod slow_files;
@@ -48,7 +48,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         .collect()
 }
 
-/// Makes a folder of the unprivileged user, with a copy of a tool in it: the library that is mapped.
+/// Makes a directory of the unprivileged user, with a copy of a tool in it: the library that is mapped.
 fn library() -> Result<(TempDir, PathBuf)> {
     let folder = harness::scratch()?;
     let path = folder.path().join("l.so");
@@ -60,7 +60,7 @@ fn library() -> Result<(TempDir, PathBuf)> {
     Ok((folder, path))
 }
 
-/// Makes a file that only root may read, in a folder that everybody may read.
+/// Makes a file that only root may read, in a directory that everybody may read.
 fn secret() -> Result<(TempDir, PathBuf)> {
     let folder = harness::scratch()?;
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
@@ -102,7 +102,7 @@ fn count(mut program: Workload, options: &[&str]) -> Result<ToolOutput> {
     Ok(ended)
 }
 
-/// Whether somebody has opened the file since the watch began. Opening the path alone (O_PATH) does not count.
+/// Whether a process has opened the file since the watch began. Opening the path alone (O_PATH) does not count.
 fn was_opened(watch: &Inotify) -> Result<bool> {
     match watch.read_events() {
         Ok(events) => Ok(!events.is_empty()),
@@ -258,7 +258,7 @@ fn a_sandboxed_target_lives() -> Result<()> {
 
 /// Two processes map a library. One process belongs to a user who has another file at the library's path.
 fn names_of_a_library_are_not_forged() -> Result<()> {
-    // The folder is in a tmpfs, whose inode numbers are small.
+    // The directory is in a tmpfs, whose inode numbers are small.
     let folder = tempfile::tempdir_in("/dev/shm")?;
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
     let file = |name: &str| folder.path().join(name);

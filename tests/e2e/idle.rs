@@ -24,7 +24,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Numbers of blocks that are never used, used when told to, and used all the time.
+/// Numbers of blocks that are never used, used on request, and used all the time.
 const BLOCKS: [u64; 3] = [1009, 307, 211];
 /// Sizes of these blocks in bytes, as the program requests them.
 const BYTES: [u64; 3] = [8000, 9000, 10000];
@@ -42,7 +42,7 @@ fn watch(workload: &Workload, seconds: &str, options: &[&str]) -> Result<Tool> {
     ];
     let args = [&args[..], &["--max-pause", "60000"], options].concat();
     let mut tool = Tool::start("heapscan", &args)?;
-    tool.wait_for_stderr("which memory process")?;
+    tool.wait_for_stderr("monitoring accesses of process")?;
     Ok(tool)
 }
 
@@ -125,7 +125,7 @@ fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
         ];
         let args = [&args[..], &["-T", "1000", "--max-pause", "60000"]].concat();
         let mut tool = Tool::start("memleak", &args)?;
-        tool.wait_for_stderr("which memory process")?;
+        tool.wait_for_stderr("monitoring accesses of process")?;
         Ok(tool)
     };
     let mut workload = start("small")?;

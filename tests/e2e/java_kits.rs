@@ -16,7 +16,7 @@ pub(crate) const BYTES: &str = "1016";
 /// Number of blocks that each of the workload's three threads allocates.
 pub(crate) const COUNT: usize = 1009;
 
-/// Returns the folders of the machine's Javas, and of those that scripts/java has unpacked where the machine
+/// Returns the directories of the machine's Javas, and of those that scripts/java has unpacked where the machine
 /// lacks them, each once.
 pub(crate) fn kits() -> Result<Vec<PathBuf>> {
     let unpacked = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/java");
@@ -45,7 +45,7 @@ fn compiler(kit: &Path) -> Result<PathBuf> {
     compiler.context("no compiler of Java in /usr/lib/jvm")
 }
 
-/// Workload that was compiled for a kit, and the folder that it writes its record to.
+/// Workload that was compiled for a kit, and the directory that it writes its record to.
 pub(crate) struct Java {
     kit: PathBuf,
     folder: TempDir,
@@ -79,7 +79,7 @@ impl Java {
         self.folder.path().join("truth")
     }
 
-    /// Returns the folder of the classes, and of the files that the workload writes.
+    /// Returns the directory of the classes, and of the files that the workload writes.
     pub(crate) fn folder(&self) -> &Path {
         self.folder.path()
     }

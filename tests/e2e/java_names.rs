@@ -1,4 +1,4 @@
-//! Java names from perf maps that HotSpot is asked for (`--java-names`), without a JDK and without harm.
+//! Java names from perf maps that HotSpot is requested (`--java-names`), without a JDK and without harm.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, Permissions};
@@ -34,7 +34,7 @@ const COMPILED: [&str; 3] = ["-XX:-Inline", "-XX:-TieredCompilation", "-Xcomp"];
 /// Time limit for the tool to ask, or to ask again.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Files that a process may leave in its /tmp when it is asked for a perf map.
+/// Files that a process may leave in its /tmp when it is requested a perf map.
 pub(crate) struct Traces {
     map: PathBuf,
     socket: PathBuf,
@@ -196,7 +196,7 @@ fn a_perf_map_is_asked_for() -> Result<()> {
         workload.work()?;
         wait_for_later_code(&traces.map)?;
         let ended = tool.interrupt()?;
-        ensure!(!ended.stderr.contains("not asked"), "{}", ended.stderr);
+        ensure!(!ended.stderr.contains("not queried"), "{}", ended.stderr);
         ensure!(!traces.trigger.exists(), "the trigger is left");
         java::expect_all(&ended, &java.truth()?)?;
 
@@ -258,7 +258,7 @@ fn a_virtual_machine_in_a_container_is_asked() -> Result<()> {
     Ok(())
 }
 
-/// Checks that, once a map was asked for, the workload's functions have the names of the map that has replaced it.
+/// Checks that, once a map was requested, the workload's functions have the names of the map that has replaced it.
 fn expect_renamed(mut workload: Workload, pid: &str, traces: &Traces) -> Result<()> {
     let tool = trace(pid, &["--java-names"])?;
     traces.wait_for_map()?;
@@ -266,7 +266,7 @@ fn expect_renamed(mut workload: Workload, pid: &str, traces: &Traces) -> Result<
     traces.ask_again()?;
     let map = traces.rename_functions()?;
     let ended = tool.interrupt()?;
-    ensure!(!ended.stderr.contains("not asked"), "{}", ended.stderr);
+    ensure!(!ended.stderr.contains("not queried"), "{}", ended.stderr);
     ensure!(!traces.trigger.exists(), "the trigger is left");
     let renamed: Vec<(u64, u64, &str)> = map.lines().filter_map(function).collect();
     let objects = ended.objects()?;
@@ -346,7 +346,7 @@ fn expect_refused(
     work_undisturbed(&mut workload)?;
     let ended = tool.interrupt()?;
     let reason = format!(
-        "process {pid} is not asked for names of Java: {why}; they are read from its memory\n"
+        "process {pid} is not queried for Java names: {why}; they are read from its memory\n"
     );
     let said = ended.stderr.matches(&reason).count();
     ensure!(said == 1, "{}", ended.stderr);

@@ -234,7 +234,7 @@ const READ_ONLY: MsFlags = MsFlags::MS_BIND
     .union(MsFlags::MS_RDONLY)
     .union(MsFlags::MS_REMOUNT);
 
-/// Root folder with what a container runtime gives to a pod with `hostPID`, and with the tools in /usr/bin.
+/// Root directory with what a container runtime gives to a pod with `hostPID`, and with the tools in /usr/bin.
 struct Root {
     folder: TempDir,
     /// Mounts that the command itself makes, in a mount namespace of its own: source, target, type, flags.
@@ -320,7 +320,7 @@ impl Root {
     }
 }
 
-/// Runs a container of the DaemonSet for a second, with the folder `metrics` of the host as its volume.
+/// Runs a container of the DaemonSet for a second, with the directory `metrics` of the host as its volume.
 fn run(container: &Container, context: &SecurityContext, metrics: &Path) -> Result<ToolOutput> {
     let [mount] = &container.volume_mounts[..] else {
         anyhow::bail!("{} has other volumes", container.name);
@@ -387,7 +387,7 @@ fn each_capability_is_wanted() -> Result<()> {
         let ended = run(vmscan, &context, metrics.path())?;
         ensure!(
             ended.stderr.contains(&name),
-            "nothing wants {name}: {ended:?}"
+            "nothing requires {name}: {ended:?}"
         );
     }
     Ok(())
@@ -463,7 +463,7 @@ fn names_of_java_are_asked_for_with_two_capabilities_more() -> Result<()> {
         let said = ended
             .stderr
             .lines()
-            .find(|line| line.contains("is not asked"));
+            .find(|line| line.contains("is not queried"));
         let is_told = match (said, lacks) {
             (Some(said), Some(lacks)) => said.contains(&format!("it requires {lacks}")),
             (None, None) => traces.has_map(),

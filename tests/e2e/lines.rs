@@ -272,7 +272,7 @@ fn what_was_split_from_another_build_is_not_taken() -> Result<()> {
     Ok(())
 }
 
-/// Returns the path of the debug file that was split from a program, below a folder such as /usr/lib/debug, and
+/// Returns the path of the debug file that was split from a program, below a directory such as /usr/lib/debug, and
 /// the program's build ID.
 fn by_build_id(folder: &Path, program: &Path) -> Result<(PathBuf, String)> {
     let id = elf::build_id(&File::open(program)?).context("no build id")?;

@@ -39,7 +39,7 @@ const ONLY_WITH: [(&str, &str); 9] = [
 /// Name prefixes of programs that differ in one number only. The first program is tested in place of all.
 const COPIES: [(&str, &str); 2] = [("memleak", "entry_"), ("vmscan", "count_")];
 
-/// Most bytes of stack for a program attached to a uprobe. With more, the program shares its stack with whatever
+/// Maximum stack bytes for a program attached to a uprobe. With more, the program shares its stack with whatever
 /// preempts it: x86's private BPF stacks, 6.13 and later, begin at 64 bytes, rounded up to 16.
 const UPROBE_STACK_BYTES: u32 = 48;
 
@@ -51,7 +51,7 @@ const MOST_INSTRUCTIONS: u64 = 200_000;
 /// Log level that asks for the verifier's statistics.
 const BPF_LOG_STATS: u32 = 4;
 
-/// libbpf's messages about the current load. Messages about several objects cannot be told apart.
+/// libbpf's messages about the current load. Messages about several objects cannot be distinguished.
 static LOG: Mutex<String> = Mutex::new(String::new());
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 

@@ -205,7 +205,7 @@ fn a_heap_and_a_verdict_have_theirs() -> Result<()> {
             "{option}: {ended:?}"
         );
         let ended = harness::run("heapscan", &[&args[..], &["--container"]].concat())?;
-        let head = format!("{head} (pid {pid}) in 4c01db0b339c, which was stopped for ");
+        let head = format!("{head} (pid {pid}) in 4c01db0b339c, paused for ");
         ensure!(ended.stdout.starts_with(&head), "{option}: {ended:?}");
     }
     Ok(())

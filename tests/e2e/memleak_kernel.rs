@@ -235,7 +235,7 @@ fn further_blocks_get_another_map() -> Result<()> {
 /// A message has a header of 48 bytes, and its text. A large pipe has 40 bytes for each page.
 fn sizes_are_what_was_asked_for_and_what_it_takes() -> Result<()> {
     let mut workload = Workload::start("kmem", &["messages", "13", "1009"])?;
-    // The minimum size leaves out what the slab allocator allocates for itself.
+    // The minimum size omits what the slab allocator allocates for itself.
     let sum = trace(&mut workload, &["-z", "2048"])?.through("load_msg");
     let expected = Sum {
         allocations: 13,

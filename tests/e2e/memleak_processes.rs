@@ -176,7 +176,7 @@ fn children_are_followed() -> Result<()> {
 }
 
 fn children_of_a_command_are_followed() -> Result<()> {
-    // With /dev/null as stdin, the workload waits for nobody.
+    // With /dev/null as stdin, the workload does not wait.
     let command = format!("'{}' fork 101 97", harness::workload("lives").display());
     let args = ["--children", "--mode", "alloc", "-j", "-T", "1000", "-c"];
     let ended = harness::run("memleak", &[&args[..], &[&command, "60"]].concat())?;
@@ -427,7 +427,7 @@ fn what_children_left_when_they_exited_is_shown_once() -> Result<()> {
     Ok(())
 }
 
-/// There are so many children that PIDs and entries of the kernel's maps are used again and again.
+/// There are that many children that PIDs and entries of the kernel's maps are used again and again.
 fn thousands_of_children_leave_what_they_leaked() -> Result<()> {
     const CHILDREN: u64 = 5003;
     let mut workload = Workload::start("lives", &["leave", "3", "97", &CHILDREN.to_string()])?;

@@ -189,7 +189,7 @@ fn samples_by_bytes_stand_for_all() -> Result<()> {
     // About 258 blocks are recorded: 12 % to both sides.
     ensure!((truth / 20..truth / 5).contains(&error), "{small}");
     ensure!(bytes.abs_diff(truth) <= 3 * error, "{small}");
-    ensure!(bytes != truth, "nothing was left out: {small}");
+    ensure!(bytes != truth, "nothing was omitted: {small}");
 
     let large = sampled("8209")?;
     ensure!(number(&large, "bytes")? == 10007 * 8209, "{large}");
@@ -231,7 +231,7 @@ fn sampling_is_raised_to_keep_a_limit() -> Result<()> {
         &["--max-overhead", "0.1%", "-j", "-o", "0", "60"],
     )?;
     workload.work()?;
-    tool.wait_for_stderr("from now on blocks are recorded as with --sample-bytes")?;
+    tool.wait_for_stderr("blocks are now recorded as with --sample-bytes")?;
     for _ in 1..steps {
         workload.work()?;
     }
@@ -247,7 +247,7 @@ fn sampling_is_raised_to_keep_a_limit() -> Result<()> {
         bytes.abs_diff(truth) <= 3 * error,
         "{bytes}, not {truth}: {rows:?}"
     );
-    ensure!(bytes != truth, "nothing was left out: {rows:?}");
+    ensure!(bytes != truth, "nothing was omitted: {rows:?}");
     Ok(())
 }
 
@@ -273,7 +273,7 @@ fn a_limit_is_kept_for_a_program_that_is_mostly_idle() -> Result<()> {
     workload.work()?;
     let ended = tool.interrupt()?;
     for line in [
-        "over the limit: from now on blocks are recorded as with --sample-bytes",
+        "over the limit: blocks are now recorded as with --sample-bytes",
         "--max-overhead 0.1 % was not kept over the whole trace: ",
     ] {
         ensure!(ended.stderr.contains(line), "{}", ended.stderr);

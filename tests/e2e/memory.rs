@@ -39,7 +39,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 const MAPS_KIB: [u64; 2] = [5 << 10, 10 << 10];
 
 /// Most memory of the kernel for a tool before any event, in KiB, without stacks and with them: 11,912 KiB were
-/// seen, of which 2.1 MiB are for functions of Python.
+/// seen, of which 2.1 MiB are for Python functions.
 const KERNEL_KIB: [u64; 2] = [5 << 10, 13 << 10];
 
 /// Starts a tool, waits until it says that it traces, and compares the memory that it has needed with the most.

@@ -212,7 +212,7 @@ fn shared_memory_that_nobody_has_is_found() -> Result<()> {
     Ok(())
 }
 
-/// The memory belongs to a file that is in no folder, and that no process has mapped. This process has it open.
+/// The memory belongs to a file that is in no directory, and that no process has mapped. This process has it open.
 fn a_file_without_a_name_is_found() -> Result<()> {
     let file = memfd_create("memtools-cache", MFdFlags::MFD_CLOEXEC).context("no file")?;
     let mut file = fs::File::from(file);
@@ -321,7 +321,7 @@ fn code_that_allocates_is_told_where_the_kernel_tells() -> Result<()> {
     Ok(())
 }
 
-/// Makes a command run in a mount namespace in which empty file systems hide these folders.
+/// Makes a command run in a mount namespace in which empty file systems hide these directories.
 fn without(command: &mut Command, hidden: &[&'static str]) {
     let hidden = hidden.to_owned();
     // SAFETY: system calls between fork and exec.

@@ -158,7 +158,7 @@ fn page_faults_by_task() -> Result<()> {
     Ok(())
 }
 
-/// The file has all faulted files, also those that `--top` leaves out.
+/// The file has all faulted files, also those that `--top` omits.
 fn page_faults_by_file() -> Result<()> {
     let folder = harness::scratch()?;
     let file = folder.path().join("ffaults.prom");

@@ -226,7 +226,7 @@ fn paths() -> Result<()> {
     let found = file_of_first_row(&path.to_string_lossy(), &["--path"])?;
     ensure!(found == shown, "{found} is not {shown}");
 
-    // The file is in no folder at all.
+    // The file is in no directory at all.
     let memory = memfd_create("known name", MFdFlags::empty())?;
     let link = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
     let named = [

@@ -354,7 +354,7 @@ fn stacks_of_victims_are_complete() -> Result<()> {
     Ok(())
 }
 
-/// Whether the user stack of a kill is complete, from the program's start on.
+/// Whether the user stack of a kill is complete, from the start of the program on.
 fn is_complete(kill: &Value) -> bool {
     let frames = kill["user_frames"]
         .as_array()

@@ -97,7 +97,7 @@ impl Group {
     }
 }
 
-/// Makes the folder of a cgroup. Waits while another test has a cgroup of this name, which that test will remove.
+/// Makes the directory of a cgroup. Waits while another test has a cgroup of this name, which that test will remove.
 /// Takes over a cgroup that a killed test has left.
 fn make_alone(path: &Path) -> io::Result<()> {
     if let Some(parent) = path.parent() {
@@ -139,7 +139,7 @@ impl Drop for Swap {
     }
 }
 
-/// Little free memory, and a kswapd that is too slow, so that a process that wants more memory has to reclaim,
+/// Little free memory, and a kswapd that is too slow, so that a process that needs more memory has to reclaim,
 /// and to swap out its own. Only in a guest, and with swap for all of the process, so that no process is killed.
 pub(crate) struct Scarcity {
     watermark: String,
@@ -224,7 +224,7 @@ impl Scarcity {
         shell("sync && echo 3 >/proc/sys/vm/drop_caches")?;
         let watermark = fs::read_to_string(WATERMARK).context("no watermark")?;
         fs::write(WATERMARK, Self::WATERMARK_KB.to_string()).context("failed to set it")?;
-        // Memory is set aside in huge pages. With a watermark near all memory, kswapd would swap out everything,
+        // Memory is reserved in huge pages. With a watermark near all memory, kswapd would swap out everything,
         // because it works towards one and a half times the watermark. Twice, because CPUs keep some of what was
         // freed, and return it within a second.
         let mut taken = 0;
@@ -327,7 +327,7 @@ impl Drop for Writer {
     }
 }
 
-/// Makes a folder whose files can be written to a disk: a guest's /tmp is not on one.
+/// Makes a directory whose files can be written to a disk: a guest's /tmp is not on one.
 pub(crate) fn folder_on_disk() -> Result<tempfile::TempDir> {
     let parent = env::var_os("MEMTOOLS_DISK").map_or_else(env::temp_dir, PathBuf::from);
     tempfile::tempdir_in(parent).context("failed to make a folder")

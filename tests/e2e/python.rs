@@ -58,7 +58,7 @@ fn script(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// Names of marks: Python frames in the place of frames that are missing.
+/// Names of marks: Python frames instead of frames that are missing.
 const MARKS: [&str; 2] = ["[further functions]", "[called by frames that are missing]"];
 
 /// Python frame: function, file and line.
@@ -83,7 +83,7 @@ fn is_python(frame: &&Value) -> bool {
     frame["kind"] == "python"
 }
 
-/// Whether a frame is a mark in the place of missing frames.
+/// Whether a frame is a mark instead of missing frames.
 fn is_mark(frame: &Value) -> bool {
     let name = frame["symbol"].as_str();
     name.is_some_and(|name| MARKS.contains(&name))
@@ -91,7 +91,7 @@ fn is_mark(frame: &Value) -> bool {
 
 /// Whether the function has reached the instruction from which on Python itself shows it. Before that, its cell
 /// variables are made, which have no line, and a coroutine or generator, for which the garbage collector may run
-/// any function; sys._getframe() leaves out a function that has not come so far.
+/// any function; sys._getframe() omits a function that has not come so far.
 fn has_begun(frame: &Value) -> bool {
     const FIRST_SHOWN: u64 = 4;
     const UNIT: u64 = (1 << 20) - 1;
@@ -343,7 +343,7 @@ fn frames_are_in_text_and_in_folded_lines() -> Result<()> {
 }
 
 /// Tools for page faults, and for calls of brk(2) and mmap(2), show Python frames, too. Before 6.6, the kernel
-/// requires CAP_SYS_ADMIN for a uprobe, which the tools may have given up; they say so then.
+/// requires CAP_SYS_ADMIN for a uprobe, which the tools may have dropped; they say so then.
 fn other_tools_have_them_too() -> Result<()> {
     const PROGRAM: &str = "import mmap, os, sys\n\
                            print('ready', os.getpid(), flush=True)\n\

@@ -51,7 +51,7 @@ fn record(folder: &Path, above: &str) -> Result<Tool> {
     Ok(recorder)
 }
 
-/// Starts a program that grows by 4 MB a second in a cgroup, up to `most`. It grows slowly, because memtriage
+/// Starts a program that grows by 4 MB per second in a cgroup, up to `most`. It grows slowly, because memtriage
 /// looks seldom where a look takes long.
 fn grow(group: &Group, program: &str, most: &str) -> Result<Workload> {
     group.forbid_swap()?;
@@ -336,6 +336,6 @@ fn a_folder_of_others_is_refused() -> Result<()> {
         &["--record", own.to_str().context("text")?, "--before-oom"],
     )?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
-    ensure!(ended.stderr.contains("is no folder"), "{ended:?}");
+    ensure!(ended.stderr.contains("is not a directory"), "{ended:?}");
     Ok(())
 }

@@ -32,7 +32,7 @@ const DOTNET_NAMED: (&str, &str) = ("COMPlus_PerfMapEnabled", "1");
 const NODE_FUNCTIONS: [&str; 3] = ["keep", "order", "serve"];
 const DOTNET_FUNCTIONS: [&str; 4] = ["Shop::Keep", "Shop::Order", "Shop::Serve", "Shop::Main"];
 
-/// Workload of a runtime, in a folder of its own.
+/// Workload of a runtime, in a directory of its own.
 struct Runtime {
     folder: TempDir,
     command: Vec<PathBuf>,
@@ -75,7 +75,7 @@ impl Runtime {
     fn command(&self, by: Option<Command>) -> Command {
         let (program, arguments) = self.command.split_at(1);
         let mut command = by.unwrap_or_else(|| Command::new("env"));
-        // Node.js leaves a file in its current folder.
+        // Node.js leaves a file in its current directory.
         command.current_dir(self.folder.path());
         command.args(program).args(arguments);
         command.args([&COUNT.to_string(), BYTES]);

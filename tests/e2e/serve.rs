@@ -148,7 +148,7 @@ fn worked(workload: &[&str], options: &[&str]) -> Result<(Workload, Serving)> {
     Ok((program, serving))
 }
 
-/// Downloads the heap by curl, which stores it in a folder under the name that the server gives.
+/// Downloads the heap by curl, which stores it in a directory under the name that the server gives.
 fn downloaded_by_curl(serving: &Serving) -> Result<(TempDir, String)> {
     let folder = harness::scratch()?;
     let file = folder.path().join("heap");

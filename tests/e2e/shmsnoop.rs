@@ -255,7 +255,7 @@ fn segments_of_a_container() -> Result<()> {
     Ok(())
 }
 
-/// There are so many segments that the kernel's tree of them has more than one level.
+/// There are that many segments that the kernel's tree of them has more than one level.
 fn segments_in_large_numbers() -> Result<()> {
     let ids: Vec<i32> = (0..331)
         // SAFETY: makes a segment, which is removed below.

@@ -134,7 +134,7 @@ fn expect_what_holds_the_cache(rows: &[Value]) -> Result<()> {
     let cache = "global verdict`(anonymous namespace)::cache";
     let held = rows
         .iter()
-        .find(|row| row["name"] == "held by std::vector buffer");
+        .find(|row| row["name"] == "owned by std::vector buffer");
     let held = held.with_context(|| format!("no cache: {rows:?}"))?;
     ensure!(held["blocks"] == 997 && held["root"] == cache, "{held}");
     ensure!(held["chain_blocks"] == 2, "{held}");

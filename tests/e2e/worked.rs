@@ -32,7 +32,7 @@ const RECORD: u64 = 4096;
 /// Bytes that the program keeps of each record.
 const SUMMARY: u64 = 2039;
 
-/// A folder with the program's input.
+/// A directory with the program's input.
 struct Example(tempfile::TempDir);
 
 impl Example {

@@ -17,7 +17,7 @@ struct Bump {
 // SAFETY: no two blocks overlap.
 unsafe impl Sync for Bump {}
 
-// SAFETY: blocks are aligned, within the room, and given away once.
+// SAFETY: blocks are aligned, within the space, and given away once.
 unsafe impl GlobalAlloc for Bump {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let taken = layout.size() + layout.align();

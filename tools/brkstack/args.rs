@@ -11,7 +11,7 @@ use memtools::run::target::TargetArgs;
 
 use crate::calls::StackParts;
 
-/// Count calls of brk(2), by which heaps grow, by user stack and process.
+/// Count brk(2) calls, which grow the heap, by user stack and process.
 #[derive(Debug, Parser)]
 #[command(
     name = "brkstack",
@@ -21,19 +21,19 @@ use crate::calls::StackParts;
     after_help = "\
 examples:
   brkstack
-                               count all calls until Ctrl-C, and print their
+                               count calls until Ctrl-C, and print their
                                stacks
   brkstack -d 10 --export brk.svg
-                               draw them as a flame graph
-  brkstack --bytes -p 1234     the bytes by which the heap of process 1234 grows
-  brkstack 1                   what happened, every second
-  brkstack --events -n python  a line for each call of tasks named python
+                               write them as a flame graph
+  brkstack --bytes -p 1234     heap growth of process 1234, in bytes
+  brkstack 1                   a summary every second
+  brkstack --events -n python  one line per call of tasks named python
   brkstack --events -U -p 1234 with its user stack below each line
   brkstack --events --container
                                with the container or systemd unit of each task
   brkstack --growth -c './prog -x'
-                               only calls that grow the heap, from the program's
-                               start"
+                               only calls that grow the heap, from the start of the
+                               program"
 )]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -43,7 +43,7 @@ pub(crate) struct Args {
     #[arg(long)]
     growth: bool,
 
-    /// Count bytes by which the heap grows, instead of calls
+    /// Count bytes of heap growth instead of calls
     #[arg(long)]
     pub(crate) bytes: bool,
 

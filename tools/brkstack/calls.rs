@@ -26,7 +26,7 @@ use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::event;
 
-/// Symbolizer and unwinder for the stacks of --events, if stacks are asked for.
+/// Symbolizer and unwinder for the stacks of --events, if stacks are requested.
 pub(crate) struct StackReaders {
     pub(crate) symbolizer: Option<Symbolizer>,
     pub(crate) unwinder: Option<Unwinder>,
@@ -115,7 +115,7 @@ impl Printer<'_> {
         self.output.flush()
     }
 
-    /// Symbolizes the parts of the stack that are asked for.
+    /// Symbolizes the parts of the stack that are requested.
     fn symbolize(&mut self, event: &event, comm: &str) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,
@@ -133,7 +133,7 @@ impl Printer<'_> {
 struct Call {
     #[serde(flatten)]
     origin: Origin,
-    /// Requested end of the heap; 0 if the call only asked for the current end.
+    /// Requested end of the heap; 0 if the call only requested the current end.
     requested: Hex,
     /// End of the heap before the call; `new` is the end after it.
     old: Hex,
@@ -151,7 +151,7 @@ struct Call {
 }
 
 impl Call {
-    /// Returns the header, with CONTAINER if that column is asked for.
+    /// Returns the header, with CONTAINER if that column is requested.
     fn header(container: bool) -> String {
         format!(
             "TIME     PID     COMM             {}OLD                NEW                    GROWTH",

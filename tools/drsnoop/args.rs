@@ -11,7 +11,7 @@ use memtools::stacks::unwind::UnwindArgs;
 
 use crate::row::Columns;
 
-/// Show tasks that have to reclaim memory themselves, with the latency.
+/// Trace direct reclaim: tasks, latency and reclaimed pages.
 #[derive(Debug, Parser)]
 #[command(
     name = "drsnoop",
@@ -20,16 +20,16 @@ use crate::row::Columns;
     mut_arg("export", |export| format::limited_to(export, &FileFormat::ALL)),
     after_help = "\
 examples:
-  drsnoop                      a line for each direct reclaim
-  drsnoop -Tp 1234             those of process 1234, with the time
-  drsnoop -U -v                with user ids and free memory
+  drsnoop                      one line per direct reclaim
+  drsnoop -Tp 1234             process 1234, with the time
+  drsnoop -U -v                with user IDs and free memory
   drsnoop --memcg -e
                                also for a memory cgroup's limit, with order,
                                flags and cgroups
   drsnoop --container          with the container or systemd unit of each
-  drsnoop --stack -n java      what the stalled tasks were doing
-  drsnoop --export stalls.svg  the time lost, drawn by stack
-  drsnoop --hist -d 60         a minute, and the latencies' histogram"
+  drsnoop --stack -n java      with the stacks of stalled tasks
+  drsnoop --export stalls.svg  flame graph of the time lost
+  drsnoop --hist -d 60         one minute, with a latency histogram"
 )]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -39,7 +39,7 @@ pub(crate) struct Args {
     #[arg(short = 'T', long)]
     pub(crate) timestamp: bool,
 
-    /// Add UID, the number of the user
+    /// Add UID, the user ID
     #[arg(short = 'U', long)]
     pub(crate) print_uid: bool,
 
@@ -47,7 +47,7 @@ pub(crate) struct Args {
     #[arg(help_heading = "Target", short, long, value_name = "UID", value_parser = parse::number::<u32>)]
     pub(crate) uid: Option<u32>,
 
-    /// Trace only this thread, and show thread ids
+    /// Trace only this thread, and show thread IDs
     ///
     /// This option takes precedence over --pid.
     #[arg(help_heading = "Target", short, long, value_name = "TID", value_parser = parse::pid)]
@@ -55,8 +55,8 @@ pub(crate) struct Args {
 
     /// Add KIND, ORDER, GFP and CGROUP of each allocation
     ///
-    /// ORDER is that of the pages, GFP has the flags, CGROUP is of version 2. With --memcg, LIMITED is the cgroup whose
-    /// limit was reached.
+    /// ORDER is the order of the pages, GFP the allocation flags, CGROUP a cgroup of version 2. With --memcg, LIMITED
+    /// is the cgroup whose limit was reached.
     #[arg(short, long)]
     pub(crate) extended: bool,
 
@@ -70,7 +70,7 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) stack: bool,
 
-    /// Print a histogram of the latencies at the end
+    /// Print a latency histogram at the end
     #[arg(long)]
     pub(crate) hist: bool,
 
@@ -105,7 +105,7 @@ impl Args {
         self.stack || self.common.export.has_profiles()
     }
 
-    /// Describes the target in words.
+    /// Describes the target for messages.
     pub(crate) fn target_description(&self) -> String {
         let user = self.uid.map(|uid| format!("user {uid}"));
         match self.tid.map(|tid| format!("thread {tid}")).or(user) {

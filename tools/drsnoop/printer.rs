@@ -32,13 +32,13 @@ pub(crate) static METRICS: [&Family; 3] = [&STALLS, &STALLED, &RECLAIMED];
 
 static STALLS: Family = Family {
     name: "memtools_reclaim_stall_duration_seconds",
-    help: "How long tasks had to reclaim memory before they got any, by reason.",
+    help: "Duration of direct reclaim, by reason.",
     labels: &["kind"],
     kind: Sums::Durations,
 };
 static STALLED: Family = Family {
     name: "memtools_reclaim_stalled_seconds_total",
-    help: "Time in which tasks had to reclaim memory before they got any.",
+    help: "Time that tasks spent in direct reclaim.",
     labels: &["comm", "kind"],
     kind: Sums::Seconds,
 };
@@ -54,7 +54,7 @@ pub(crate) struct Printer<'a> {
     pub(crate) output: Output,
     clock: Clock,
     cgroup_resolver: Option<CgroupResolver<'a>>,
-    /// Cgroups of the hierarchy that limits memory. None if their names are not asked for.
+    /// Cgroups of the hierarchy that limits memory. None if their names are not requested.
     limited: Option<Cgroups>,
     /// End of the first reclaim.
     first_ns: Option<u64>,
@@ -160,8 +160,8 @@ impl<'a> Printer<'a> {
         if !self.told_of_free {
             self.told_of_free = true;
             eprintln!(
-                "drsnoop: free memory cannot be had from inside the kernel here: FREE(KB) is that of \
-                 the moment of printing"
+                "drsnoop: free memory cannot be had from inside the kernel here: FREE(KB) is the value when the line is \
+                 printed"
             );
         }
         let vmstat = Values::read("/proc/vmstat").ok()?;
@@ -184,7 +184,7 @@ impl<'a> Printer<'a> {
         }
     }
 
-    /// Prints the histogram, if it is asked for, and reports lost names.
+    /// Prints the histogram, if it is requested, and reports lost names.
     pub(crate) fn print_end(&mut self) -> Result<()> {
         if let Some(buckets) = self.latencies.take() {
             let name = "latency_ns";
@@ -196,7 +196,7 @@ impl<'a> Printer<'a> {
         Ok(())
     }
 
-    /// Writes all stacks into the files that are asked for.
+    /// Writes all stacks into the files that are requested.
     pub(crate) fn export(&mut self) {
         if self.exports.is_enabled() {
             let delay = ValueType {
@@ -216,7 +216,7 @@ impl<'a> Printer<'a> {
         }
     }
 
-    /// Symbolizes the kernel and user stacks. None if stacks are not asked for.
+    /// Symbolizes the kernel and user stacks. None if stacks are not requested.
     fn named(&mut self, event: &event) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,
@@ -237,7 +237,7 @@ impl Row {
     }
 }
 
-/// Returns the path of a cgroup, if paths are asked for and the cgroup still exists.
+/// Returns the path of a cgroup, if paths are requested and the cgroup still exists.
 fn path_in(cgroups: &mut Option<Cgroups>, id: u64) -> Option<String> {
     let cgroups = cgroups.as_mut().filter(|_| id != 0)?;
     cgroups.path(id).map(str::to_owned)

@@ -24,14 +24,14 @@ examples:
   ffaults
                                count all page faults until Ctrl-C, and print
                                them by file
-  ffaults 1                    what happened, every second
-  ffaults --path -p 1234       those of process 1234, with the path of each file
-  ffaults --by-process -n java who faults on which file
+  ffaults 1                    a summary every second
+  ffaults --path -p 1234       process 1234, with the path of each file
+  ffaults --by-process -n java page faults by process and file
   ffaults --by-process --container
                                with the container or systemd unit of each
                                process
-  ffaults --type -d 10         minor, major, write and execute faults apart
-  ffaults -c './prog -x'       from the program's start"
+  ffaults --type -d 10         minor, major, write and execute faults separately
+  ffaults -c './prog -x'       from the start of the program"
 )]
 pub(crate) struct Args {
     #[command(flatten)]

@@ -54,7 +54,7 @@ pub(crate) struct Count {
     pub(crate) major: u64,
     pub(crate) write: u64,
     pub(crate) exec: u64,
-    /// Id of the cgroup that the process was in last; 0 if cgroups are not asked for.
+    /// Id of the cgroup that the process was in last; 0 if cgroups are not requested.
     pub(crate) cgroup: u64,
 }
 

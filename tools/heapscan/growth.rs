@@ -74,7 +74,7 @@ pub(crate) fn run(
     }
     if points < study.planned {
         let planned = study.planned;
-        eprintln!("heapscan: the verdict is based on {points} images instead of {planned}");
+        eprintln!("heapscan: the verdict is based on {points} snapshots instead of {planned}");
     }
     let (growth, types) = study.rows(top);
     output.row(&growth)?;
@@ -119,7 +119,7 @@ fn await_end(
     match finished.recv_timeout(left) {
         Err(mpsc::RecvTimeoutError::Timeout) => {
             eprintln!(
-                "heapscan: the last image was not examined in time: what refers to new blocks is not known"
+                "heapscan: the last snapshot was not examined in time: what references new blocks is unknown"
             );
             Ok(())
         }
@@ -131,9 +131,9 @@ fn too_few(points: usize, has_exited: bool, pid: u32) -> anyhow::Error {
     let why = if has_exited {
         format!("process {pid} has exited")
     } else {
-        "it was ended early, or others took too long or were left out".into()
+        "it was ended early, or others took too long or were skipped".into()
     };
-    anyhow!("{points} images tell no growth, which takes {MIN_POINTS}: {why}; watch for longer")
+    anyhow!("{points} snapshots are too few, growth requires {MIN_POINTS}: {why}; use more SECONDS")
 }
 
 /// What was found until now.

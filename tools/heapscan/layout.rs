@@ -421,7 +421,7 @@ impl Row for HeapRow {
             &bytes(self.resident_bytes),
             "",
             "",
-            "all that is resident",
+            "total resident (RSS)",
         )?;
         self.parts(out)?;
         if let Some(runtime) = self.runtime {
@@ -444,7 +444,7 @@ impl HeapRow {
         let pause = self.paused_us as f64 / 1000.0;
         writeln!(
             out,
-            "heap of {comm} (pid {pid}){inside}, which was stopped for {pause:.1} ms; {} copied",
+            "heap of {comm} (pid {pid}){inside}, paused for {pause:.1} ms; {} copied",
             bytes(self.copied_bytes)
         )?;
         for one in &self.allocators {
@@ -476,7 +476,7 @@ impl HeapRow {
             writeln!(
                 out,
                 "\n{:>12} {:>12} {:>12} {:>12}  ARENA",
-                "RESIDENT", "IN USE", "FREE", "OF IT TOP"
+                "RESIDENT", "IN USE", "FREE", "TOP CHUNK"
             )?;
         }
         for arena in &self.arenas {
@@ -541,7 +541,7 @@ impl HeapSums {
         let overhead = bytes(self.overhead_bytes);
         for (what, part) in [
             ("  in use", &self.in_use),
-            ("    of it mmapped", &self.mmapped),
+            ("    as own mappings", &self.mmapped),
             ("  free in bins", &self.bins),
             ("  free in fastbins", &self.fastbins),
             ("  free in tcaches", &self.tcaches),
@@ -549,7 +549,7 @@ impl HeapSums {
         ] {
             part.text(out, what)?;
         }
-        line(out, "", &overhead, "", "  headers and the allocator's own")?;
+        line(out, "", &overhead, "", "  allocator overhead")?;
         if self.other_blocks > 0 {
             let (bytes, count) = (
                 bytes(self.other_block_bytes),

@@ -205,7 +205,7 @@ impl Screen<'_> {
             }
             Err(_) if self.layout.is_copied() => {
                 head += &format!(
-                    "not judged; paused {:.1} ms",
+                    "not examined; paused {:.1} ms",
                     self.layout.paused_us() as f64 / 1000.0
                 );
             }

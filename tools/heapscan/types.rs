@@ -185,7 +185,7 @@ impl Row for TypesRow {
         let inside = self.process.inside();
         writeln!(
             out,
-            "types of blocks in {comm} (pid {pid}){inside}, which was stopped for {pause:.1} ms"
+            "types of blocks in {comm} (pid {pid}){inside}, paused for {pause:.1} ms"
         )?;
         let blocks = text::count_with_noun(self.blocks, "block");
         write!(
@@ -209,7 +209,7 @@ impl Row for TypesRow {
                 0 => writeln!(out)?,
                 unread => writeln!(
                     out,
-                    "; {} make no sense",
+                    "; {} are inconsistent",
                     text::count_with_noun(unread, "pool")
                 )?,
             }

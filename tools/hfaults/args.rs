@@ -21,22 +21,22 @@ examples:
                                faults on reserved huge pages (hugetlbfs), until
                                Ctrl-C
   hfaults 1 10                 every second, ten times
-  hfaults -e                   by the size of the page, and why it faulted
-  hfaults --thp -d 10          transparent huge pages: given, and refused
+  hfaults -e                   by page size and reason
+  hfaults --thp -d 10          transparent huge pages: allocated, or not
   hfaults --container
                                with the container or systemd unit of each
                                process
-  hfaults --madvise            who asks for transparent huge pages by madvise(2)"
+  hfaults --madvise            who requests transparent huge pages by madvise(2)"
 )]
 pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) target: TargetArgs,
 
-    /// Also count by page size and by reason
+    /// Also group by page size and reason
     #[arg(short, long)]
     pub(crate) extended: bool,
 
-    /// Count faults that could get a transparent huge page
+    /// Count faults eligible for a transparent huge page
     #[arg(long, conflicts_with_all = ["extended", "madvise"])]
     pub(crate) thp: bool,
 

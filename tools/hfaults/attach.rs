@@ -32,7 +32,7 @@ pub(crate) struct Attached {
     pub(crate) links: Vec<Link>,
 }
 
-/// Loads and attaches the programs that are asked for, in the best way that this kernel supports. Also returns the
+/// Loads and attaches the programs that are requested, in the best way that this kernel supports. Also returns the
 /// name of the way.
 pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     if args.madvise {

@@ -34,7 +34,7 @@ memtools::skeleton!("hfaults", HfaultsSkelBuilder, stacks: none, plain: [fault_k
 
 static FAULTS: Family = Family {
     name: "memtools_huge_page_faults_total",
-    help: "Page faults on huge pages, by task and by reason where that is asked for.",
+    help: "Page faults on huge pages, by task and by reason where that is requested.",
     labels: &["comm", "reason"],
     kind: Kind::Count,
 };

@@ -25,7 +25,7 @@ pub(crate) struct Row<'a> {
     pub(crate) comm: String,
     #[serde(flatten)]
     cgroup_info: Option<CgroupInfo>,
-    /// Size of the pages. None if it was not asked for, or is unknown.
+    /// Size of the pages. None if it was not requested, or is unknown.
     page_bytes: Option<u64>,
     pub(crate) reason: Option<&'static str>,
     count: u64,

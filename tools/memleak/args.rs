@@ -34,7 +34,7 @@ use crate::verdict::args::VerdictArgs;
 /// Time between reports, unless INTERVAL says otherwise.
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Age in milliseconds below which a block is left out, unless --older says otherwise.
+/// Age in milliseconds below which a block is omitted, unless --older says otherwise.
 const DEFAULT_OLDER_MS: u64 = 500;
 
 /// The part of --mem-limit that stacks may take: a quarter.
@@ -67,18 +67,18 @@ const GENERAL: &str = "General";
 examples:
   memleak -p 1234              what process 1234 has not freed, every 5 seconds
   memleak -p 1234 10 3         three reports, 10 seconds apart
-  memleak -ap 1234             list every outstanding block too
+  memleak -ap 1234             with each outstanding block
   memleak -c './prog -x' 1
                                start a command, and trace it from its first
                                instruction
   memleak -p 1234 -s 20        record about every 20th allocation: less overhead
   memleak -p 1234 --max-overhead 5%
-                               record what that allows, estimate the rest
+                               limited overhead, with estimates
   memleak -p 1234 --alloc 'server:pool_get(size=arg1)' --free server:pool_put
-                               blocks of the program's own pool too
-  memleak -p 1234 -o 60000     only what is older than a minute
+                               include a custom allocator
+  memleak -p 1234 -o 60000     only blocks older than a minute
   memleak -p 1234 60 1 --export leak.svg --export leak.pb.gz
-                               draw it, and keep it for `go tool pprof`
+                               a flame graph and a pprof profile
   memleak -p 1234 --serve 6060
                                show it at http://127.0.0.1:6060/
   memleak -p 1234 --verdict 60 1
@@ -117,16 +117,16 @@ pub(crate) struct Args {
 
     /// Trace this cgroup, systemd unit or container
     ///
-    /// CGROUP is the path of a cgroup (version 2), the name of a systemd unit, or the id of a container or pod. Cgroups
+    /// CGROUP is the path of a cgroup (version 2), the name of a systemd unit, or the ID of a container or pod. Cgroups
     /// below it are included.
     #[arg(help_heading = TARGET, long, value_name = "CGROUP", value_parser = cgroup_path, conflicts_with = "command", add = ArgValueCompleter::new(complete::cgroups))]
     pub(crate) cgroup: Option<PathBuf>,
 
-    /// Also trace the processes that they start
+    /// Also trace child processes
     #[arg(help_heading = TARGET, long)]
     pub(crate) children: bool,
 
-    /// Record only allocations of at least BYTES
+    /// Ignore allocations smaller than BYTES
     #[arg(help_heading = EVENTS,
         short = 'z',
         long,
@@ -137,7 +137,7 @@ pub(crate) struct Args {
     )]
     pub(crate) min_size: u64,
 
-    /// Record only allocations of at most BYTES
+    /// Ignore allocations larger than BYTES
     #[arg(hide_short_help = true, help_heading = EVENTS, short = 'Z', long, value_name = "BYTES", default_value_t = u64::MAX, hide_default_value = true, value_parser = parse::bytes)]
     pub(crate) max_size: u64,
 
@@ -153,17 +153,17 @@ pub(crate) struct Args {
 
     /// Limit the CPU time of tracing by sampling
     ///
-    /// More and more blocks are left out, until the BPF programs take at most PERCENT of the CPU time of the target.
+    /// Blocks are sampled by size as needed, so that the BPF programs use at most PERCENT of the target's CPU time.
     #[arg(help_heading = EVENTS, long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace", "children", "name", "cgroup"])]
     pub(crate) max_overhead: Option<f64>,
 
-    /// Probe only the allocator in this file
+    /// Trace only the allocator in this file
     ///
     /// OBJECT is a path, or the name of a library, such as `c` or `jemalloc`.
     #[arg(hide_short_help = true, help_heading = EVENTS, short = 'O', long, value_name = "OBJECT")]
     pub(crate) obj: Option<PathBuf>,
 
-    /// Prefix of the names of the allocator's functions, such as je_
+    /// Prefix of the allocator's functions, such as je_
     #[arg(hide_short_help = true, help_heading = EVENTS,
         short = 'S',
         long,
@@ -173,14 +173,14 @@ pub(crate) struct Args {
     )]
     pub(crate) symbols_prefix: String,
 
-    /// Also probe this function of a memory pool of the program
+    /// Also trace an allocation function of a custom allocator
     ///
     /// Examples are `server:pool_get(size=arg1)`, and for the arguments `size=arg3,count=arg2`; `old=arg1` if the
     /// function resizes; `ret=arg1` if it stores the block there.
     #[arg(hide_short_help = true, help_heading = EVENTS, long, value_name = "OBJECT:SYMBOL(size=argN,...)")]
     pub(crate) alloc: Vec<AllocSpec>,
 
-    /// Also probe this function, which frees a block of the pool
+    /// Also trace a deallocation function of a custom allocator
     ///
     /// An example is `server:pool_put(ptr=arg1)`.
     #[arg(hide_short_help = true, help_heading = EVENTS, long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
@@ -192,14 +192,14 @@ pub(crate) struct Args {
 
     /// Probe each function at its entry
     ///
-    /// By default, a probe is a few instructions on if that costs less.
+    /// By default, a probe is a few instructions further on if that costs less.
     #[arg(hide = true, help_heading = EVENTS, long)]
     pub(crate) no_placement: bool,
 
     /// Quantity: leak, alloc, churn or peak [default: leak]
     ///
-    /// `leak` is what is outstanding; `alloc` what was allocated since the last report, freed or not; `churn` what was
-    /// freed and had lived for less than an interval; `peak` what was outstanding when it was most.
+    /// `leak`: outstanding blocks; `alloc`: all allocations since the last report, freed or not; `churn`: blocks that
+    /// lived shorter than one interval; `peak`: blocks outstanding at peak usage.
     #[arg(hide_default_value = true, help_heading = REPORT, long, value_name = "MODE", value_enum, default_value_t = Mode::Leak, hide_possible_values = true, conflicts_with_all = ["combined_only", "show_allocs", "older"])]
     pub(crate) mode: Mode,
 
@@ -211,7 +211,7 @@ pub(crate) struct Args {
     #[arg(hide_short_help = true, help_heading = REPORT, long, conflicts_with_all = ["mode", "combined_only", "show_allocs", "older"])]
     peak: bool,
 
-    /// Show only blocks older than MS milliseconds [default: 500]
+    /// Ignore blocks younger than MS milliseconds [default: 500]
     ///
     /// The default is 0 once the process has exited.
     #[arg(help_heading = REPORT, short, long, value_name = "MS", value_parser = parse::number::<u64>, conflicts_with = "combined_only")]
@@ -219,7 +219,7 @@ pub(crate) struct Args {
 
     /// Add ages and growth of each stack
     ///
-    /// The stacks that freed unknown blocks are also shown.
+    /// Also show the stacks that freed unknown blocks.
     #[arg(help_heading = REPORT, short, long)]
     pub(crate) extended: bool,
 
@@ -227,7 +227,7 @@ pub(crate) struct Args {
     #[arg(help_heading = REPORT, short = 'a', long, conflicts_with = "combined_only")]
     pub(crate) show_allocs: bool,
 
-    /// Order of the stacks: size, count, age, growth or rate
+    /// Sort stacks by size, count, age, growth or rate
     ///
     /// The largest is last.
     #[arg(hide_short_help = true, hide_possible_values = true, help_heading = REPORT, long, value_name = "KEY", value_enum, default_value_t = SortKey::Size)]
@@ -239,7 +239,7 @@ pub(crate) struct Args {
 
     /// Keep only totals of each stack, in the kernel
     ///
-    /// The age of blocks is then unknown.
+    /// The ages of blocks are then unknown.
     #[arg(hide_short_help = true, help_heading = REPORT, short = 'C', long)]
     pub(crate) combined_only: bool,
 
@@ -359,7 +359,7 @@ impl Args {
         Ok(())
     }
 
-    /// Resolves options that are shorthands of others. Refuses options that make no sense together, where that is more
+    /// Resolves options that are shorthands of others. Refuses options that conflict, where that is more
     /// than a conflict of two.
     pub(crate) fn check(mut self) -> Result<Self, UsageError> {
         if self.churn {
@@ -376,7 +376,7 @@ impl Args {
         let one_process = self.pid.len() <= 1 && !self.any_process();
         if self.mode == Mode::Peak && !(one_process && self.records_all()) {
             return Err(UsageError(
-                "--peak (--mode peak) is of all blocks of one process: name it with -p or -c alone"
+                "--peak (--mode peak) requires one process, with all blocks: use -p or -c alone"
                     .into(),
             ));
         }
@@ -412,7 +412,7 @@ impl Args {
         }
     }
 
-    /// Describes the target in words.
+    /// Describes the target for messages.
     pub(crate) fn target(&self) -> String {
         let target = TargetArgs {
             command: self.command.clone(),
@@ -532,7 +532,7 @@ pub(crate) enum SortKey {
     Age,
     /// Growth in bytes since the last report
     Growth,
-    /// Growth in bytes a second since the first report
+    /// Growth in bytes per second since the first report
     Rate,
 }
 

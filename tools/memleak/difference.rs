@@ -22,7 +22,7 @@ const FORBIDDEN: u8 = 3;
 /// Options of the comparison.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct DifferenceArgs {
-    /// Also show the change of each stack since this profile
+    /// Also show the difference of each stack from this profile
     ///
     /// OLD.pb.gz is a file that an earlier run wrote with --export, of this or another build: stacks are compared by
     /// the names of functions. An exported flame graph has the colors of the change: red stacks have grown, blue stacks

@@ -221,8 +221,8 @@ impl Source for Kernel<'_> {
         let unseen = self.attached.unseen_frees();
         if unseen > 0 {
             eprintln!(
-                "memleak: {unseen} frees were not seen, of what was then allocated again; others, \
-                 of what was not, may be taken for leaks"
+                "memleak: {unseen} frees of memory that was allocated again were missed; other missed frees may look like \
+                 leaks"
             );
         }
     }
@@ -243,7 +243,7 @@ impl Kernel<'_> {
         if !self.loses && self.attached.losses()?.entries > 0 {
             self.loses = true;
             eprintln!(
-                "memleak: blocks are being lost, as their maps are full: {}; -z, -s and --cache follow fewer",
+                "memleak: blocks are being lost, as their maps are full: {}; -z, -s and --cache track fewer",
                 self.more_blocks()
             );
         }

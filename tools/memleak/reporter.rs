@@ -88,7 +88,7 @@ impl<'a, S: Source> Reporter<'a, S> {
                 if last {
                     return Ok(());
                 }
-                // Blocks younger than --older are left out, so reports have to be a whole interval apart.
+                // Blocks younger than --older are omitted, so reports have to be a whole interval apart.
                 poller.tick_every(interval)?;
             }
         }

@@ -67,7 +67,7 @@ pub(crate) struct Head {
     /// Frees of blocks that had been freed already, and not allocated since.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) double_frees: Option<u64>,
-    /// Frees that were not seen: their addresses were allocated again.
+    /// Missed frees: their addresses were allocated again.
     pub(crate) unseen_frees: u64,
     pub(crate) lost: Losses,
 }
@@ -229,7 +229,7 @@ pub(crate) struct Group {
     pub(crate) stack_id: u64,
     #[serde(flatten)]
     pub(crate) stack: NamedStack,
-    /// Whether addresses are printed, which the BCC tool leaves out with --combined-only.
+    /// Whether addresses are printed, which the BCC tool omits with --combined-only.
     #[serde(skip)]
     pub(crate) addresses: bool,
     /// Whether age and growth are printed.

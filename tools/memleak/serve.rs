@@ -51,7 +51,7 @@ impl Numbers {
             Kind::Counter,
             "memtools_memleak_unseen_frees",
             "",
-            "Frees that were not seen: their addresses were allocated again.",
+            "Missed frees: their addresses were allocated again.",
             self.frees.unseen,
         ));
         let known = [
@@ -120,12 +120,12 @@ impl Numbers {
                 bytes_of(
                     Kind::Gauge,
                     "memtools_memleak_peak_bytes",
-                    "What was outstanding when it was most.",
+                    "Outstanding bytes at peak usage.",
                 ),
                 count_of(
                     Kind::Gauge,
                     "memtools_memleak_peak_allocations",
-                    "Allocations that were outstanding when it was most.",
+                    "Outstanding allocations at peak usage.",
                 ),
             ],
             View::Allocated => vec![

@@ -19,7 +19,7 @@ use crate::args::{Args, SortKey};
 pub(crate) struct Allocation {
     pub(crate) pid: u32,
     pub(crate) address: u64,
-    /// Bytes asked for.
+    /// Bytes requested.
     pub(crate) size: u64,
     /// Id of the stack that made the allocation.
     pub(crate) stack: u64,
@@ -62,11 +62,7 @@ impl Total {
 pub(crate) fn subject(view: View, args: &Args) -> ProfileInfo {
     let (name, objects, space) = match view {
         View::Outstanding => ("outstanding allocations", "inuse_objects", "inuse_space"),
-        View::Peak => (
-            "allocations when most was outstanding",
-            "inuse_objects",
-            "inuse_space",
-        ),
+        View::Peak => ("allocations at peak usage", "inuse_objects", "inuse_space"),
         View::Allocated => ("allocations", "alloc_objects", "alloc_space"),
         View::Churned => (
             "allocations freed within an interval",
@@ -156,7 +152,7 @@ pub(crate) fn merge_lost<M: MapCore>(
     Ok(())
 }
 
-/// Returns what was added to each stack's total since an earlier look. Stacks without new allocations are left out.
+/// Returns what was added to each stack's total since an earlier look. Stacks without new allocations are omitted.
 pub(crate) fn since(earlier: &Totals, now: &Totals) -> Totals {
     let added = now.iter().map(|(&key, total)| {
         let before = earlier.get(&key).copied().unwrap_or_default();
@@ -312,7 +308,7 @@ impl fmt::Display for View {
             Self::Outstanding => "with outstanding allocations",
             Self::Allocated => "with allocations since the last report",
             Self::Churned => "with allocations freed within an interval",
-            Self::Peak => "when most was outstanding",
+            Self::Peak => "at peak usage",
         })
     }
 }

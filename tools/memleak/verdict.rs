@@ -51,7 +51,7 @@ impl VerdictInputs {
         let suppressions = Suppressions::read(&args.verdict.suppressions)?;
         if suppressions.ignored() > 0 {
             eprintln!(
-                "memleak: {} entries of --suppressions are left out: they are of other tools, or of no leak",
+                "memleak: ignored {} suppressions that are not Memcheck:Leak entries",
                 suppressions.ignored()
             );
         }

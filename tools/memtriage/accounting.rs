@@ -1,7 +1,7 @@
 //! Accounting of memory: parts that add up to a whole, and the unaccounted rest. Accounting of the machine is here,
 //! that of a process or a cgroup in [`crate::subject`].
 //!
-//! Numbers of /proc/meminfo overlap in some places and leave out others. The known overlaps, each with its source in
+//! Numbers of /proc/meminfo overlap in some places and omit others. The known overlaps, each with its source in
 //! the kernel:
 //!
 //! | number | overlaps with | source |
@@ -11,12 +11,12 @@
 //! | `VmallocUsed` (pages since 5.3) | contains `KernelStack`, as stacks are mapped by vmalloc | kernel/fork.c, CONFIG_VMAP_STACK |
 //! | `Zswap` | contained in `nr_zspages`, where zsmalloc holds it | mm/zsmalloc.c; zram is in `nr_zspages` alone |
 //! | `KReclaimable` (4.20) | contains `SReclaimable` | fs/proc/meminfo.c |
-//! | `MemFree` | leaves out pages in lists of CPUs | mm/page_alloc.c; /proc/zoneinfo has them |
+//! | `MemFree` | omits pages in lists of CPUs | mm/page_alloc.c; /proc/zoneinfo has them |
 
 use memtools::host::values::{self, Values};
 use serde::Serialize;
 
-/// Name of the part that the kernel's MemFree and MemAvailable leave out.
+/// Name of the part that the kernel's MemFree and MemAvailable omit.
 pub(crate) const FREE_IN_LISTS: &str = "free, in lists of CPUs";
 
 /// One part of the memory of the machine, a process or a cgroup.

@@ -131,7 +131,7 @@ pub(crate) fn judge(evidence: &Evidence<'_>) -> Vec<Finding> {
 }
 
 /// Returns the targets of --who, each with its rule: for the worst finding first, and last the process that grows
-/// fastest, if it grows by at least 1 MiB a second.
+/// fastest, if it grows by at least 1 MiB per second.
 pub(crate) fn culprits(
     findings: Vec<Finding>,
     evidence: &Evidence<'_>,

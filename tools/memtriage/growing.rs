@@ -79,7 +79,7 @@ impl Growth {
     }
 
     /// Returns the items that have grown most over the remembered looks, the largest growth first; with the column
-    /// CONTAINER if that is asked for.
+    /// CONTAINER if that is requested.
     pub(crate) fn rows(&self, container: bool) -> Vec<Growing> {
         let row = |(what, sizes): (&ItemKey, &Sizes)| {
             let (first, last) = (*sizes.bytes.front()?, *sizes.bytes.back()?);
@@ -143,7 +143,7 @@ pub(crate) struct Growing {
 }
 
 impl Growing {
-    /// Returns the header, with CONTAINER if that column is asked for.
+    /// Returns the header, with CONTAINER if that column is requested.
     pub(crate) fn header(container: bool) -> String {
         let container = container::header(container);
         format!("\nGROWING                      {container}    SIZE    GROWTH     IN")

@@ -65,9 +65,9 @@ tool cannot run; with --record: a report was written), 1 if it could not run
 
 examples:
   memtriage                    one screen: findings, parts of memory, processes
-  memtriage --all              also what is well, and each small part
+  memtriage --all              also checks that passed, and small items
   memtriage 5                  every 5 seconds, until Ctrl-C
-  memtriage --watch            every second, with what grows
+  memtriage --watch            every second, with growth
   memtriage --by slab -T 20
                                the largest slab caches; also cgroup, code, swap,
                                growth
@@ -75,14 +75,14 @@ examples:
                                with the container or systemd unit of each
                                process
   memtriage -p 1234
-                               where the memory of a process is: heap, stacks,
+                               memory of a process: heap, stacks,
                                files
-  memtriage --cgroup db        of a cgroup: a unit, a container's id, or a path
+  memtriage --cgroup db        memory of a cgroup: a unit, a container ID, or a path
   memtriage --who 10
-                               then trace for 10 seconds, and name the stacks of
-                               what was found
+                               also trace for 10 seconds, and show the
+                               stacks
   memtriage --record DIR --before-oom
-                               wait for an OOM kill, and report who grew
+                               wait for an OOM kill, and report what grew
   memtriage --doctor
                                which tools can run here, how, and what is
                                missing
@@ -95,17 +95,17 @@ struct Args {
 
     /// Show where the memory of this cgroup is
     ///
-    /// CGROUP is the path of a cgroup, the name of a systemd unit, or the id of a container or pod.
+    /// CGROUP is the path of a cgroup, the name of a systemd unit, or the ID of a container or pod.
     #[arg(help_heading = "Target", long, value_name = "CGROUP", value_parser = filter::cgroup_path, add = ArgValueCompleter::new(complete::cgroups), conflicts_with_all = ["watch", "who", "doctor", "record", "by"])]
     cgroup: Option<PathBuf>,
 
-    /// Also show rules that found nothing, and all parts of memory
+    /// Also show checks that passed, and all parts of memory
     #[arg(short, long)]
     all: bool,
 
     /// Repeat every second, and show what grows
     ///
-    /// INTERVAL sets another time.
+    /// INTERVAL sets another interval.
     #[arg(help_heading = "Actions", short, long)]
     watch: bool,
 
@@ -121,7 +121,7 @@ struct Args {
 
     /// Trace when memory is nearly used up, and report to DIR
     ///
-    /// Nothing is traced before. The processes that grow are traced, and each process that the kernel kills gets a
+    /// Only processes that grow are traced. Each OOM kill gets a
     /// report.
     #[arg(help_heading = "Actions", long, value_name = "DIR", requires = "before_oom", conflicts_with_all = ["all", "watch", "who", "doctor", "interval"])]
     record: Option<PathBuf>,
@@ -130,7 +130,7 @@ struct Args {
     #[arg(help_heading = "Actions", long, requires = "record")]
     before_oom: bool,
 
-    /// With --record: trace from this memory use on
+    /// With --record: trace if memory use is above PERCENT
     #[arg(help_heading = "Actions", hide_short_help = true, long, value_name = "PERCENT%", default_value = "85%", value_parser = percent, requires = "record")]
     above: f64,
 
@@ -240,7 +240,7 @@ fn run(args: Args) -> Result<ExitCode> {
     })
 }
 
-/// Reads the state of the machine for the first time, and says what is left out.
+/// Reads the state of the machine for the first time, and says what is omitted.
 fn first_look(by: RankBy) -> Result<Snapshot> {
     let look = Snapshot::now(by)?;
     if let Some(remark) = look.groups.remark() {
@@ -305,7 +305,7 @@ fn report(
     output.row(&Host::now(&now.memory, now.at - before.at))?;
     output.header("")?;
     if screen::healthy(&findings) {
-        output.header("nothing found; --all shows what was looked at")?;
+        output.header("nothing found; --all shows the checks that passed")?;
     }
     for finding in &findings {
         if args.all || finding.level > Level::Healthy {

@@ -56,7 +56,7 @@ impl ProcessUsage {
     }
 }
 
-/// Reads all processes. A process that exits meanwhile is left out, and so are kernel threads, which have no memory.
+/// Reads all processes. A process that exits meanwhile is omitted, and so are kernel threads, which have no memory.
 pub(crate) fn all() -> Vec<ProcessUsage> {
     let pids = proc::all().unwrap_or_default();
     pids.into_iter().filter_map(look_at).collect()

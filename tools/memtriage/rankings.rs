@@ -21,13 +21,13 @@ use crate::snapshot::Snapshot;
 /// What --by chooses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RankBy {
-    /// Processes, by their share of memory, with what is swapped out
+    /// Processes, by their share of memory, with swapped memory
     Process,
-    /// Processes, by what is swapped out
+    /// Processes, by swapped memory
     Swap,
-    /// Processes, by how they have grown since the last look
+    /// Processes, by growth since the last sample
     Growth,
-    /// Cgroups, with those below them
+    /// Cgroups, with the cgroups below them
     Cgroup,
     /// Slab caches of the kernel
     Slab,
@@ -111,7 +111,7 @@ impl RankBy {
     }
 
     /// Prints the `top` largest holders, or with --by growth the processes that have grown most. Processes and
-    /// cgroups have the column CONTAINER if that is asked for.
+    /// cgroups have the column CONTAINER if that is requested.
     pub(crate) fn print(
         self,
         before: &Snapshot,

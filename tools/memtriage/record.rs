@@ -57,7 +57,7 @@ pub(crate) struct Options<'a> {
 /// Watches until a signal comes. Returns whether a report was written.
 ///
 /// # Errors
-/// If the folder cannot be written to, or is not safe from others, or a tool that is needed cannot run.
+/// If the directory cannot be written to, or is not safe from others, or a tool that is needed cannot run.
 pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output) -> Result<bool> {
     let mut recorder = Recorder::new(options)?;
     doctor::ensure_works(&["memleak", "oomkill"])?;
@@ -66,7 +66,7 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
     let mut poller = poller;
     match &trigger {
         Ok(trigger) => poller.watch_exception(trigger),
-        Err(error) => eprintln!("memtriage: {error:#}; looks are taken by the clock alone"),
+        Err(error) => eprintln!("memtriage: {error:#}; falling back to periodic sampling"),
     }
     // Processes that are started from now on inherit the protection.
     protect::protect_from_oom();
@@ -214,23 +214,23 @@ fn rest(cost: Duration, until: Option<Duration>) -> Duration {
     rest.min(foreseen).max(LOOK)
 }
 
-/// Returns the folder for reports, and creates it if it does not exist.
+/// Returns the directory for reports, and creates it if it does not exist.
 ///
 /// # Errors
-/// If others may write into the folder: they could redirect the files by symbolic links.
+/// If others may write into the directory: they could redirect the files by symbolic links.
 fn prepared(folder: &Path) -> Result<PathBuf> {
     let shown = text::escape_bytes(folder.as_os_str().as_encoded_bytes());
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        made => made.with_context(|| format!("failed to make the folder {shown}"))?,
+        made => made.with_context(|| format!("failed to create the directory {shown}"))?,
     }
     let found = folder
         .metadata()
-        .with_context(|| format!("failed to look at {shown}"))?;
-    ensure!(found.is_dir(), "{shown} is no folder");
+        .with_context(|| format!("failed to examine {shown}"))?;
+    ensure!(found.is_dir(), "{shown} is not a directory");
     ensure!(
         found.mode() & 0o022 == 0 && found.uid() == nix::unistd::geteuid().as_raw(),
-        "others may write into {shown}: choose a folder of your own (chmod go-w)"
+        "others may write into {shown}: use a directory that only you can write to (chmod go-w)"
     );
     folder
         .canonicalize()
@@ -328,7 +328,7 @@ impl Row for Missed {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         writeln!(
             out,
-            "{} {} OOM kills without a report: they came before anything was traced, or were told too late",
+            "{} {} OOM kills without a report: they happened before anything was traced, or were reported too late",
             clock::time_of_day(&self.time),
             self.kills
         )
@@ -373,7 +373,7 @@ mod tests {
 
     #[test]
     fn a_folder_that_others_may_write_into_is_refused() {
-        let above = tempfile::tempdir().expect("a folder");
+        let above = tempfile::tempdir().expect("a directory");
         let folder = above.path().join("reports");
         let made = prepared(&folder).expect("it can be made");
         assert_eq!(made.metadata().expect("it is there").mode() & 0o777, 0o700);

@@ -214,7 +214,7 @@ pub(crate) struct ProcessRow<'a> {
 }
 
 impl<'a> ProcessRow<'a> {
-    /// Returns the header, with CONTAINER if that column is asked for.
+    /// Returns the header, with CONTAINER if that column is requested.
     pub(crate) fn header(container: bool) -> String {
         format!(
             "\nPID     COMM             {}     PSS     ANON     FILE    SHMEM     SWAP   CHANGE",

@@ -42,7 +42,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// If /proc cannot be read, or `by` asks for numbers that this kernel does not provide, or only to root. Other
-    /// numbers that only root may read are left out.
+    /// numbers that only root may read are omitted.
     pub(crate) fn now(by: RankBy) -> Result<Self> {
         let memory = Values::read("/proc/meminfo")?;
         let counters = Values::read("/proc/vmstat")?;
@@ -123,7 +123,7 @@ fn fullest_tmpfs(mounts: &Mounts) -> Option<Tmpfs> {
         .max_by_key(|one| one.bytes)
 }
 
-/// System V shared memory that no process has attached, and that stays until somebody removes it.
+/// System V shared memory that no process has attached, and that stays until a process removes it.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Orphans {
     pub(crate) segments: u64,

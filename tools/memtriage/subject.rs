@@ -77,7 +77,7 @@ pub(crate) fn run<'a>(
 }
 
 impl Subject {
-    /// Opens the process with this pid, or the cgroup of this folder. Returns None without either.
+    /// Opens the process with this pid, or the cgroup of this directory. Returns None without either.
     ///
     /// # Errors
     /// If there is no such process, or the cgroup has no memory controller.

@@ -28,7 +28,7 @@ const MAX_FRAMES: usize = 16;
 pub(crate) enum Culprit {
     /// Process that grows, or is large, by its pid.
     Process(u32),
-    /// Processes of a cgroup of version 2, by its folder and its path from the root.
+    /// Processes of a cgroup of version 2, by its directory and its path from the root.
     Cgroup(PathBuf, String),
     /// All processes that grow.
     Processes,
@@ -86,10 +86,10 @@ impl Culprit {
 }
 
 /// Runs the tools for the culprits of these rules, the worst first, and prints the answer of each, with the container
-/// if that is asked for. Ctrl-C ends the tools early.
+/// if that is requested. Ctrl-C ends the tools early.
 ///
 /// # Errors
-/// If nothing can be printed, or there is no folder for the tools' profiles. If a tool cannot run, the reason is
+/// If nothing can be printed, or there is no directory for the tools' profiles. If a tool cannot run, the reason is
 /// printed.
 pub(crate) fn ask(
     culprits: Vec<(&'static str, Culprit)>,
@@ -108,7 +108,7 @@ pub(crate) fn ask(
     let left_out = asked.split_off(asked.len().min(MAX_TOOLS));
     if asked.is_empty() {
         eprintln!(
-            "memtriage: nothing was found that stacks could explain, and no process grows by 1 MiB a second"
+            "memtriage: nothing was found that stacks could explain, and no process grows by 1 MiB per second"
         );
         return Ok(());
     }
@@ -117,7 +117,7 @@ pub(crate) fn ask(
         eprintln!("memtriage: not run, after {MAX_TOOLS} others: {command} (for {rules})");
     }
 
-    let folder = tempfile::tempdir().context("failed to make a folder for profiles")?;
+    let folder = tempfile::tempdir().context("failed to create a directory for profiles")?;
     let started: Vec<_> = asked
         .iter()
         .enumerate()

@@ -10,7 +10,7 @@ use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
 use memtools::stacks::unwind::UnwindArgs;
 
-/// Show every mmap(2): who maps how much of what, and how.
+/// Trace mmap(2): process, size, protection, file and result.
 #[derive(Debug, Parser)]
 #[command(
     name = "mmapsnoop",
@@ -19,15 +19,15 @@ use memtools::stacks::unwind::UnwindArgs;
     after_help = "\
 examples:
   mmapsnoop                    every mapping of every process
-  mmapsnoop -Tp 1234           those of process 1234, with the time
-  mmapsnoop -n java --path     of tasks named java, with full paths
+  mmapsnoop -Tp 1234           process 1234, with the time
+  mmapsnoop -n java --path     tasks named java, with full paths
   mmapsnoop --container        with the container or systemd unit of each
   mmapsnoop -x                 only calls that fail, with the error
   mmapsnoop --munmap -r
-                               unmapping and moving too, with addresses and
+                               munmap(2) and mremap(2) too, with addresses and
                                results
-  mmapsnoop -j -d 10 | jq      ten seconds of all that is known
-  mmapsnoop -d 10 --export mmap.svg >/dev/null  draw what was mapped, by stack"
+  mmapsnoop -j -d 10 | jq      all fields, for ten seconds
+  mmapsnoop -d 10 --export mmap.svg >/dev/null  flame graph of mapped bytes"
 )]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -37,7 +37,7 @@ pub(crate) struct Args {
     #[arg(short = 'T', long)]
     pub(crate) time: bool,
 
-    /// Show only calls that fail, with the error
+    /// Show only failed calls
     #[arg(short = 'x', long)]
     pub(crate) failed: bool,
 
@@ -57,7 +57,7 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) munmap: bool,
 
-    /// Also show the calls of 32-bit programs
+    /// Also trace calls of 32-bit programs
     ///
     /// This slows down all system calls a little.
     #[arg(hide_short_help = true, long)]
@@ -69,7 +69,7 @@ pub(crate) struct Args {
 
     /// Print folded stacks at the end, weighted by bytes
     ///
-    /// The bytes are those that were mapped.
+    /// The bytes are the mapped bytes.
     #[arg(short, long, conflicts_with_all = ["json", "stack", "failed", "munmap"])]
     pub(crate) folded: bool,
 

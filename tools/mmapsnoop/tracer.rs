@@ -28,7 +28,7 @@ struct Mapped {
 /// State of the trace.
 pub(crate) struct Printer<'a> {
     pub(crate) stacks: EventStacks<'a, MapMut<'static>>,
-    /// None if cgroups are not asked for.
+    /// None if cgroups are not requested.
     cgroup_resolver: Option<CgroupResolver<'a>>,
     clock: Clock,
     pub(crate) columns: Columns,
@@ -97,7 +97,7 @@ impl<'a> Printer<'a> {
         self.output.flush()
     }
 
-    /// Adds a call to the sums of its stack. A failed call has mapped nothing, and is left out. The stack is
+    /// Adds a call to the sums of its stack. A failed call has mapped nothing, and is omitted. The stack is
     /// symbolized at the end, when another stack table may be in use, so it is kept.
     fn add(&mut self, record: &Record) -> Result<()> {
         let Some(bytes) = record.mapped_bytes() else {
@@ -111,7 +111,7 @@ impl<'a> Printer<'a> {
         Ok(())
     }
 
-    /// Symbolizes a stack. None if stacks are not asked for.
+    /// Symbolizes a stack. None if stacks are not requested.
     fn named(&mut self, pid: u32, comm: &str, stack: u64) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid,
@@ -123,7 +123,7 @@ impl<'a> Printer<'a> {
     }
 
     /// Prints the stacks of --folded, the heaviest first, and writes them into the files that are
-    /// asked for.
+    /// requested.
     pub(crate) fn fold(&mut self) -> Result<()> {
         let calls = self.args.calls;
         let weight = |mapped: Mapped| if calls { mapped.calls } else { mapped.bytes };

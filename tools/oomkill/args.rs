@@ -8,7 +8,7 @@ use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
 use memtools::stacks::unwind::UnwindArgs;
 
-/// Show processes that the kernel kills because memory has run out, and for whom.
+/// Trace OOM kills: victim, triggering task, limit and load.
 #[derive(Debug, Parser)]
 #[command(
     name = "oomkill",
@@ -16,7 +16,7 @@ use memtools::stacks::unwind::UnwindArgs;
     mut_arg("export", |export| format::limited_to(export, &FileFormat::ALL)),
     after_help = "\
 examples:
-  oomkill                      a line for each kill, until Ctrl-C
+  oomkill                      one line per kill, until Ctrl-C
   oomkill -e                   with the limit, candidates and stacks
   oomkill -j >>/var/log/oomkill.json
   oomkill --cgroup /sys/fs/cgroup/db.service"
@@ -27,7 +27,7 @@ pub(crate) struct Args {
 
     /// Add the limit, candidates and stacks
     ///
-    /// The memory of the victim and other killed processes are also shown.
+    /// Also show the memory of the victim, and other killed processes.
     #[arg(short, long)]
     pub(crate) extended: bool,
 

@@ -21,8 +21,8 @@ pub(crate) struct Candidate {
     pub(crate) rss_kb: u64,
 }
 
-/// Returns the processes that the kernel ranks highest, of all or of those in or below a cgroup. The victim is left
-/// out, as it may not have exited yet.
+/// Returns the processes that the kernel ranks highest, of all or of those in or below a cgroup. The victim is
+/// omitted, as it may not have exited yet.
 pub(crate) fn highest_ranked(cgroup: Option<&str>, victim: u32) -> Vec<Candidate> {
     let mut candidates: Vec<Candidate> = proc::all()
         .unwrap_or_default()

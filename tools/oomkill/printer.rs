@@ -33,7 +33,7 @@ const NO_LIMIT_KB: u64 = (i64::MAX as u64 >> 10) & !3;
 
 pub(crate) static KILLS: Family = Family {
     name: "memtools_oom_kills_total",
-    help: "Processes that were killed because memory ran out, by whose: the machine's (global), a cgroup's (memcg).",
+    help: "OOM kills, by limit: the machine's (global), a cgroup's (memcg).",
     labels: &["comm", "kind"],
     kind: metrics::Kind::Count,
 };
@@ -60,13 +60,13 @@ pub(crate) struct Printer<'a> {
     extended: bool,
     /// Tid of the task that needed memory at the last kill, and pid of the victim.
     last: Option<(u32, u32)>,
-    /// Filter for the victims. None if all kills are asked for.
+    /// Filter for the victims. None if all kills are requested.
     choice: Option<VictimFilter>,
 }
 
 impl<'a> Printer<'a> {
-    /// Makes a printer. `alone`: whether mark_victim is the only hook. `choice` is None where all kills are asked
-    /// for.
+    /// Makes a printer. `alone`: whether mark_victim is the only hook. `choice` is None where all kills are
+    /// requested.
     #[expect(clippy::too_many_arguments, reason = "each is made by itself in run()")]
     pub(crate) fn new(
         args: &Args,
@@ -129,7 +129,7 @@ impl<'a> Printer<'a> {
         self.metrics.add(&KILLS, &[comm, kind], 1);
     }
 
-    /// Writes the stacks of all kills into the files that are asked for.
+    /// Writes the stacks of all kills into the files that are requested.
     pub(crate) fn export(&mut self) {
         if self.exports.is_enabled() {
             let subject = ProfileInfo {
@@ -235,7 +235,7 @@ impl<'a> Printer<'a> {
         known(pages).map(|pages| pages.saturating_mul(self.page_kb))
     }
 
-    /// Symbolizes the stacks of the task that needed memory. None if stacks are not asked for.
+    /// Symbolizes the stacks of the task that needed memory. None if stacks are not requested.
     fn named(&mut self, event: &event) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,

@@ -29,7 +29,7 @@ use crate::row::{Columns, Row};
 
 memtools::skeleton!("shmsnoop", ShmsnoopSkelBuilder, stacks: none, plain: [event]);
 
-/// Show the system calls of System V shared memory: shmget, shmat, shmdt, shmctl.
+/// Trace System V shared memory calls: shmget, shmat, shmdt, shmctl.
 #[derive(Debug, Parser)]
 #[command(
     name = "shmsnoop",
@@ -38,15 +38,15 @@ memtools::skeleton!("shmsnoop", ShmsnoopSkelBuilder, stacks: none, plain: [event
     after_help = "\
 examples:
   shmsnoop                     every call of every process
-  shmsnoop -p 1234             those of process 1234
+  shmsnoop -p 1234             process 1234
   shmsnoop -n postgres -T
-                               of tasks named postgres, with the time since the
+                               tasks named postgres, with the time since the
                                first
   shmsnoop -e
-                               also the segment: its size, who made it, how
-                               often it is attached
+                               also size, creator and attach count of the
+                               segment
   shmsnoop --container         with the container or systemd unit of each
-  shmsnoop -L                  also how long each call took"
+  shmsnoop -L                  with the duration of each call"
 )]
 struct Args {
     #[command(flatten)]
@@ -56,7 +56,7 @@ struct Args {
     #[arg(short = 'T', long)]
     timestamp: bool,
 
-    /// Trace only this thread, and show thread ids
+    /// Trace only this thread, and show thread IDs
     ///
     /// This option takes precedence over --pid.
     #[arg(help_heading = "Target", short, long, value_name = "TID", value_parser = parse::pid)]

@@ -12,7 +12,7 @@ use memtools::run::target::TargetArgs;
 
 use crate::row::{HELD_UP, PAGES_IN, PAGES_OUT, PAGES_ZSWAP};
 
-/// Count pages read back from swap, by process.
+/// Count swap-ins by process.
 #[derive(Debug, Parser)]
 #[command(
     name = "swapin",
@@ -20,23 +20,23 @@ use crate::row::{HELD_UP, PAGES_IN, PAGES_OUT, PAGES_ZSWAP};
     mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_SUMS)),
     after_help = "\
 examples:
-  swapin                       every second, who reads pages back from swap
+  swapin                       every second, swap-ins by process
   swapin 10 6                  for a minute, every ten seconds
-  swapin -s                    also how long processes were delayed by it
+  swapin -s                    with the delay of each process
   swapin --container
                                with the container or systemd unit of each
                                process
   swapin --zswap
-                               also how many of the pages were in memory still,
-                               compressed
-  swapin -c 'make -j8'         those of a command, and of what it starts
-  swapin --out                 also who writes pages to swap"
+                               also the number of compressed pages from
+                               memory
+  swapin -c 'make -j8'         a command and its child processes
+  swapin --out                 also count pages that are written to swap"
 )]
 pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) target: TargetArgs,
 
-    /// Leave out the time of day
+    /// Omit the time of day
     #[arg(short = 'T', long)]
     pub(crate) notime: bool,
 
@@ -46,13 +46,13 @@ pub(crate) struct Args {
 
     /// Add the number of pages that came from zswap
     ///
-    /// These pages were compressed in memory: no device was read.
+    /// zswap keeps compressed pages in memory: no device was read.
     #[arg(long)]
     pub(crate) zswap: bool,
 
     /// Add pages that were written to swap
     ///
-    /// Most are written by kswapd, whoever they belong to.
+    /// Most are written by kswapd, for any process.
     #[arg(long)]
     pub(crate) out: bool,
 

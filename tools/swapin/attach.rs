@@ -32,7 +32,7 @@ pub(crate) struct Attached {
     pub(crate) links: Vec<Link>,
 }
 
-/// Finds out how the kernel's function of zswap reports success. None if zswap is not asked for, or the kernel lacks
+/// Finds out how the kernel's function of zswap reports success. None if zswap is not requested, or the kernel lacks
 /// the function.
 pub(crate) fn zswap(args: &Args) -> Result<Option<Zswap>> {
     if !args.zswap {

@@ -1,4 +1,4 @@
-//! swapin: pages read back from swap, by process.
+//! swapin: swap-ins by process.
 //!
 //! Hooks (`bpf/swapin.bpf.c`), by fentry or kprobe: the kernel's function that reads pages from swap; with -s also
 //! the function that handles a fault on a swapped page, with --out the function that writes pages ([`mod@attach`]).

@@ -23,7 +23,7 @@ pub(crate) struct Report<'a> {
     skel: &'a Loaded,
     clock: Clock,
     columns: Columns,
-    /// Whether the time of each report is left out.
+    /// Whether the time of each report is omitted.
     notime: bool,
     /// Whether pages that zswap held are counted separately.
     knows_zswap: bool,
@@ -69,7 +69,7 @@ impl<'a> Report<'a> {
         output.flush()
     }
 
-    /// Prints the histogram of the delays of tasks, if it is asked for.
+    /// Prints the histogram of the delays of tasks, if it is requested.
     pub(crate) fn print_latencies(&self, output: &mut Output) -> Result<()> {
         if self.columns.latency {
             output.row(&histogram::Named {

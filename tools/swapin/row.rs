@@ -11,14 +11,14 @@ use serde::Serialize;
 
 pub(crate) static PAGES_IN: Family = Family {
     name: "memtools_swap_in_pages_total",
-    help: "Pages read back from swap, by the task that read them.",
+    help: "Pages swapped in, by the task that read them.",
     labels: &["comm"],
     kind: Kind::Count,
 };
 
 pub(crate) static PAGES_ZSWAP: Family = Family {
     name: "memtools_swap_in_zswap_pages_total",
-    help: "Pages read back from swap that zswap had in memory, compressed.",
+    help: "Pages swapped in that zswap had in memory, compressed.",
     labels: &["comm"],
     kind: Kind::Count,
 };

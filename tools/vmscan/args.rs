@@ -12,7 +12,7 @@ use memtools::run::target::TargetArgs;
 /// Rows between headers on a terminal, from which the first header scrolls away.
 const TERMINAL_HEADER_EVERY: u64 = 20;
 
-/// Show the time and events of page reclaim every second, and histograms.
+/// Show time and events of page reclaim per second, with histograms.
 #[derive(Debug, Parser)]
 #[command(
     name = "vmscan",
@@ -22,18 +22,18 @@ const TERMINAL_HEADER_EVERY: u64 = 20;
     mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_SUMS)),
     after_help = "\
 examples:
-  vmscan                       a row a second until Ctrl-C, then the histograms
+  vmscan                       one row per second until Ctrl-C, then the histograms
   vmscan -d 600                for ten minutes
   vmscan 10 6                  six rows, 10 seconds apart
-  vmscan --by-shrinker         and which caches were shrunk, at the end
+  vmscan --by-shrinker         also list the caches that were shrunk, at the end
   vmscan --cgroup /sys/fs/cgroup/db.service
   vmscan --compaction -c 'make -j8'
-                               while a command runs, what it and what it starts
-                               had to do
+                               reclaim and compaction of a command and its child
+                               processes
   vmscan --trace-compaction
-                               a line for each compaction: who, how long, with
-                               what result
-  vmscan --trace-compaction -eK    and in what state the zone was, and for whom
+                               one line per compaction: task, duration and
+                               result
+  vmscan --trace-compaction -eK    with the state of the zone, and stacks
   vmscan --trace-compaction --container
                                with the container or systemd unit of each
   vmscan --counts -d 10
@@ -54,7 +54,7 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with = "counts")]
     pub(crate) compaction: bool,
 
-    /// Print a line for each compaction of a zone instead
+    /// Print one line per compaction of a zone instead
     #[arg(long, conflicts_with_all = ["kswapd", "compaction", "by_shrinker", "by_cgroup", "counts", "header_every", "interval"])]
     pub(crate) trace_compaction: bool,
 
@@ -70,13 +70,13 @@ pub(crate) struct Args {
 
     /// List shrinkers at the end
     ///
-    /// The columns have their time and what they freed.
+    /// Time, and freed objects, of each shrinker.
     #[arg(long, conflicts_with = "counts")]
     pub(crate) by_shrinker: bool,
 
     /// List cgroups that reclaimed at the end
     ///
-    /// The cgroups (version 2) are those of the tasks, with those whose limit was reached.
+    /// The cgroups (version 2) of the tasks, and the cgroups whose limit was reached.
     #[arg(long, conflicts_with = "counts")]
     pub(crate) by_cgroup: bool,
 

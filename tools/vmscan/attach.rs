@@ -25,7 +25,7 @@ pub(crate) struct Attached {
     pub(crate) available: Available,
 }
 
-/// Operations that this kernel has tracepoints for, as far as they are asked for.
+/// Operations that this kernel has tracepoints for, as far as they are requested.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Available {
     pub(crate) shrink_slab: bool,
@@ -324,7 +324,7 @@ fn try_start_counting(filter: &Filter, way: AttachMethod) -> Result<Counting> {
         let Some(number) = number(program.name()) else {
             continue;
         };
-        // A tracepoint that BTF has a type of can still have been left out of the kernel.
+        // A tracepoint that BTF has a type of can still have been omitted of the kernel.
         if let Some((group, tracepoint)) = wanted.get(number)
             && let Ok(link) = way.attach(&program, tracepoint)
         {

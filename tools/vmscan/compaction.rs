@@ -94,7 +94,9 @@ impl Printer<'_> {
             }
             if self.extended && row.state.lacks_pages() && !self.told_of_state {
                 self.told_of_state = true;
-                eprintln!("vmscan: this kernel does not tell the watermarks of a zone: - is shown");
+                eprintln!(
+                    "vmscan: this kernel does not provide the watermarks of a zone: - is shown"
+                );
             }
             self.output.row(&row)?;
         }

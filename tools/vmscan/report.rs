@@ -193,7 +193,7 @@ pub(crate) struct Cgroup {
     pub(crate) path: Option<String>,
     /// Id of the container that the cgroup belongs to.
     pub(crate) container_id: Option<String>,
-    /// Content of the column CONTAINER. None if the column is not asked for.
+    /// Content of the column CONTAINER. None if the column is not requested.
     #[serde(skip)]
     pub(crate) cgroup_info: Option<CgroupInfo>,
     pub(crate) id: u64,
@@ -256,7 +256,7 @@ impl Row for Cgroup {
 pub(crate) struct Counts {
     #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
-    /// Counts by tracepoint, including those of 0, which the text leaves out.
+    /// Counts by tracepoint, including those of 0, which the text omits.
     #[serde(serialize_with = "as_object")]
     pub(crate) tracepoints: Vec<(String, u64)>,
     /// Whether the text has the time, which a single report at the end does not need.

@@ -15,7 +15,7 @@ use crate::bpf::types::{cgroup_key, cgroup_total, operation as Operation, shrink
 use crate::report::{Cgroup, Shrinker, Timed};
 use crate::totals::{TIMED, Totals};
 
-/// Prints the histograms, and the tables that are asked for.
+/// Prints the histograms, and the tables that are requested.
 pub(crate) fn print(args: &Args, skel: &Loaded, output: &mut Output) -> Result<()> {
     if !args.common.json {
         output.raw(|out| writeln!(out))?;

@@ -2,7 +2,7 @@
 /*
  * The general registers of x86-64 at a probe, by their numbers in instructions.
  *
- * Another architecture has a file of this name in a folder of its own, with the same function.
+ * Another architecture has a file of this name in a directory of its own, with the same function.
  */
 #ifndef MEMTOOLS_ARCH_PROBE_BPF_H
 #define MEMTOOLS_ARCH_PROBE_BPF_H
@@ -14,7 +14,7 @@
 		value = ctx->name;                                                                 \
 	barrier_var(value)
 
-/* Registers are read at constant offsets, as the verifier wants. */
+/* Registers are read at constant offsets, as the verifier requires. */
 static __noinline __u64 register_with(struct pt_regs *ctx, __u32 number)
 {
 	__u64 value = 0;

@@ -1,5 +1,5 @@
-//! Analysis of the machine code of x86-64. Another architecture is a folder beside this one, with files of the same
-//! names. [`code`](super) includes the folder of the target architecture as the module `arch`.
+//! Analysis of the machine code of x86-64. Another architecture is a directory beside this one, with files of the same
+//! names. [`code`](super) includes the directory of the target architecture as the module `arch`.
 //!
 //! | module | what it is for |
 //! |---|---|

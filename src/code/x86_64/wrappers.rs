@@ -138,7 +138,7 @@ impl Calls {
     /// The calls in this file's code.
     ///
     /// # Errors
-    /// If it is no 64-bit ELF file, or its imports make no sense.
+    /// If it is no 64-bit ELF file, or its imports are inconsistent.
     pub fn of(file: &File) -> Result<Self> {
         let elf = Elf::read(file)?.require_64_bit()?;
         Ok(Self {

@@ -407,7 +407,7 @@ mod tests {
 
     #[test]
     fn what_is_there_is_what_came_less_what_went() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("a.pftrace");
         let mut heaps = Heaps::create(&path, "memleak").expect("room");
         heaps.write(&report(&[(7, "a", [2, 20]), (7, "b", [1, 5])]));
@@ -431,7 +431,7 @@ mod tests {
 
     #[test]
     fn the_same_function_of_two_processes_is_two_stacks() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("a.pftrace");
         let mut heaps = Heaps::create(&path, "memleak").expect("room");
         heaps.write(&report(&[

@@ -225,7 +225,7 @@ mod tests {
 
     #[test]
     fn a_time_in_which_the_machine_was_suspended_counts() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("a.pftrace");
         let mut trace = Trace::create(&path, "faults").expect("room");
         let ahead = trace.boottime(0);

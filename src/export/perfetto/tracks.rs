@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn counters_are_bounded_and_lose_nothing() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("a.pftrace");
         let mut tracks = Tracks::create(&path, "faults").expect("room");
         let time = Clock::new().local(clock::monotonic_ns());

@@ -109,7 +109,7 @@ fn stacks_begin_with_the_kernel_and_end_with_what_is_missing() {
     assert_eq!(stacks[1], ["f", truncated]);
     assert_eq!(stacks[2], ["[lost]"]);
     assert_eq!(profile.sample[0].value, [23, 92]);
-    assert_eq!(stacks.len(), 3, "one without any number is left out");
+    assert_eq!(stacks.len(), 3, "one without any number is omitted");
     // Equal entries are stored once: f, an unknown frame, main, the kernel's, and two placeholders.
     assert_eq!((profile.location.len(), profile.function.len()), (6, 5));
 }

@@ -106,7 +106,7 @@ impl AtExit {
 
     /// Asks the command to end, by SIGTERM.
     pub fn terminate(&self) {
-        // The PID cannot be another process's: the command is a child of ours that nobody has waited for.
+        // The PID cannot be another process's: the command is a child of ours that was not waited for.
         let _ = kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGTERM);
     }
 }

@@ -1,4 +1,4 @@
-//! Buffers for the copy of a process, into which most of it may be copied before the process stands still.
+//! Buffers for the copy of a process, into which most of it may be copied before the process is paused.
 //!
 //! A page that is copied while the process runs is copied again during the stop if it has been written since
 //! (`soft_dirty`), or if another page is at its address by then. mremap(2) moves all pages of a page table by moving
@@ -60,7 +60,7 @@ impl CopyBuffers {
     /// Clears a process's marks of written pages, and then copies these of its pages while it runs.
     ///
     /// # Errors
-    /// If the marks cannot be cleared, if the frames of the pages are not shown to us, or if the buffer is too small.
+    /// If the marks cannot be cleared, if the frames of the pages are not visible, or if the buffer is too small.
     pub(super) fn pre_copy(
         &mut self,
         crew: &mut Crew,
@@ -75,7 +75,7 @@ impl CopyBuffers {
         }
         ensure!(
             self.frames.is_empty() || self.frames.iter().any(|&frame| frame != 0),
-            "the kernel does not tell where the pages of process {pid} are{}",
+            "the kernel does not expose the pages of process {pid}{}",
             capabilities::remedy(Capability::CAP_SYS_ADMIN)
         );
         self.stop_buffer = None;

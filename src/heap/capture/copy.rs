@@ -108,7 +108,7 @@ impl CopyPages {
                 let length = (end - start) as usize;
                 ensure!(
                     length <= rest.len(),
-                    "the process has grown while it was looked at"
+                    "the process has grown while it was examined"
                 );
                 let (to, after) = rest.split_at_mut(length);
                 rest = after;

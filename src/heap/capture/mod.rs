@@ -4,7 +4,7 @@
 //! the threads (`stop`). While they are stopped, it copies their registers, and has others (`crew`) list the mappings
 //! and the pages that are present (`pages`) and copy these (`copy`). The clock is watched all the time (`bound`): if
 //! the pause reaches its bound, or if a read does not return, the threads run on at once, and the copy is tried
-//! again. Nothing is judged until the threads run again. Most pages can be copied before the stop, where the kernel
+//! again. Nothing is evaluated until the threads run again. Most pages can be copied before the stop, where the kernel
 //! marks pages that are written later (`soft_dirty`). A command can instead be held at its exit, and be copied there
 //! ([`at_exit`]).
 
@@ -151,13 +151,13 @@ impl Request<'_> {
         {
             bail!(
                 "process {pid} has its own clear_refs open (file descriptor {number}): it follows what it writes by the \
-                 marks that --pre-copy clears, and would miss some: leave out --pre-copy"
+                 marks that --pre-copy clears, and would miss some: omit --pre-copy"
             );
         }
         if self.pre_copy && !soft_dirty::is_supported()? {
             bail!(
                 "this kernel does not mark the pages that a process writes (CONFIG_MEM_SOFT_DIRTY), so that nothing can be \
-                 copied before process {pid} is stopped: leave out --pre-copy"
+                 copied before process {pid} is stopped: omit --pre-copy"
             );
         }
         Ok(())
@@ -185,7 +185,7 @@ impl Request<'_> {
             let due = page_runs::bytes(&answered(pid, due)?);
             self.expect_possible(due)?;
             let late = due + due / 4 + SLACK;
-            let what = format!("a copy of what process {pid} writes meanwhile takes");
+            let what = format!("a copy of what process {pid} writes during the copy takes");
             expect_memory(&what, late, available())?;
             buffers.allocate_stop_buffer(late)?;
         }
@@ -464,7 +464,7 @@ fn expect_known(process: &Process) -> Result<()> {
     let swapped = status.get_or_zero("VmSwap");
     if swapped > 0 {
         bail!(
-            "process {pid} has {} kB in swap, which would be read back while it is stopped; if there is enough memory \
+            "process {pid} has {} kB in swap, which would be swapped in while it is stopped; if there is enough memory \
              for it: swapoff -a && swapon -a",
             swapped / 1024
         );
@@ -488,7 +488,7 @@ fn expect_memory_to_copy(pid: u32, bytes: u64) -> Result<()> {
 /// If memory is short: small blocks take more than [`Request::take`] has predicted.
 pub fn expect_memory_to_judge(pid: u32, blocks: usize) -> Result<()> {
     let needed = blocks as u64 * JUDGED_BYTES;
-    let what = format!("to judge the {blocks} blocks of process {pid} takes");
+    let what = format!("to classify the {blocks} blocks of process {pid} takes");
     expect_memory(&what, needed, available())
 }
 

@@ -39,7 +39,7 @@ enum Wanted {
 pub(super) struct Found {
     /// Pages that are to be copied.
     pub(super) wanted: PageRuns,
-    /// Wanted pages that may have been written since the marks of written pages were cleared, if this was asked for.
+    /// Wanted pages that may have been written since the marks of written pages were cleared, if this was requested.
     pub(super) written: PageRuns,
 }
 
@@ -205,7 +205,7 @@ fn explained<T>(pid: u32, read: io::Result<T>) -> Result<T> {
 /// the same.
 pub(super) fn without_memory(pid: u32) -> anyhow::Error {
     anyhow!(
-        "process {pid} has exited or executed another program while it was looked at; if it still runs, try again"
+        "process {pid} has exited or executed another program while it was examined; if it still runs, try again"
     )
 }
 

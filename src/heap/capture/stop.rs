@@ -38,7 +38,7 @@ const SET_BYTES: usize = 16 << 10;
 /// Number of threads after which the clock is looked at.
 const AT_ONCE: usize = 64;
 
-/// The threads of a process, which stand still until the value is dropped.
+/// The threads of a process, which are paused until the value is dropped.
 #[derive(Debug)]
 pub(super) struct Stopped {
     pid: u32,

@@ -1,7 +1,7 @@
 //! Repeated tries at stopping a process, after a thread did not stop in time. On a busy machine, the thread may lack
 //! CPU time. In a vfork, the thread stops only once the child runs a program of its own.
 //!
-//! All threads run between two tries. The time for which the other threads stand still in one try does not depend on
+//! All threads run between two tries. The time for which the other threads are paused in one try does not depend on
 //! the number of tries.
 
 use std::thread;

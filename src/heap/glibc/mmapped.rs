@@ -20,7 +20,7 @@ pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
     segments.sort_unstable_by_key(|range| range.start);
     let finder = Finder {
         image,
-        // Since 2.43 the size leaves out the header.
+        // Since 2.43 the size omits the header.
         outside: if walk.libraries.iter().any(Library::is_2_43) {
             16
         } else {
@@ -83,7 +83,7 @@ fn inner_headers(image: &Image) -> HashMap<u64, u64> {
 
 struct Finder<'a> {
     image: &'a Image,
-    /// Bytes of the mapping that the chunk's size leaves out, at its end.
+    /// Bytes of the mapping that the chunk's size omits, at its end.
     outside: u64,
     /// Headers of chunks that are aligned to more than a page, by the first page of their mappings.
     inner: HashMap<u64, u64>,

@@ -126,7 +126,7 @@ struct Counts {
 }
 
 impl Library {
-    /// Whether this is 2.43 or later, which has no fastbins, and mmapped chunks whose size leaves out their header.
+    /// Whether this is 2.43 or later, which has no fastbins, and mmapped chunks whose size omits their header.
     fn is_2_43(&self) -> bool {
         self.bins == locate::BINS_2_43
     }
@@ -293,7 +293,7 @@ impl Walk {
     /// Returns whether all chunks were found.
     pub fn coverage(&self) -> Coverage {
         if self.libraries_in_use > 1 {
-            let why = "two C libraries have heaps (dlmopen, or one linked statically), and their mappings cannot be told apart";
+            let why = "two C libraries have heaps (dlmopen, or one linked statically), and their mappings cannot be distinguished";
             return Coverage::Unknown { why: why.into() };
         }
         for arena in &self.arenas {

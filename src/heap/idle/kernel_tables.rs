@@ -62,7 +62,10 @@ impl KernelTables {
             .shared
             .word(0, std::mem::offset_of!(page_tables, root))?;
         let root = root.load(Ordering::Relaxed);
-        ensure!(root != 0, "the kernel does not tell where page tables are");
+        ensure!(
+            root != 0,
+            "the kernel does not expose the location of page tables"
+        );
         Ok(root)
     }
 
@@ -133,6 +136,6 @@ impl Tables for DirectMap<'_> {
 fn run(program: &TestRun, argument: u64) -> Result<()> {
     let returned = program.run(&[argument]);
     let returned = returned.context("failed to read page tables (BPF_PROG_TEST_RUN)")?;
-    ensure!(returned == 0, "the kernel does not tell of page tables");
+    ensure!(returned == 0, "the kernel does not expose page tables");
     Ok(())
 }

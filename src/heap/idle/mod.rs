@@ -3,8 +3,8 @@
 //!
 //! A CPU sets the Accessed bit in a page's entry when it uses the page. The kernel clears all of these bits when
 //! asked (`/proc/PID/clear_refs`), but reports them for each mapping, not for each page. So a BPF program copies the
-//! page tables (`kernel_tables`), and this module looks through the copy (`walk`). No kernel option is needed:
-//! neither idle page tracking nor DAMON of address spaces, which many distributions leave out. The CPUs have to be
+//! page tables (`kernel_tables`), and this module examines the copy (`walk`). No kernel option is needed:
+//! neither idle page tracking nor DAMON of address spaces, which many distributions omit. The CPUs have to be
 //! made to drop the translations that they have cached (`translations`).
 //!
 //! Before memleak judges any page, it finds pages of its own by the same means. At the end it checks how many of
@@ -36,7 +36,7 @@ use own_pages::OwnPages;
 use walk::{HugePagePolicy, OutOfTime, Walk};
 
 /// Message for a machine whose marks cannot be relied on.
-const CANNOT: &str = "which memory is idle cannot be told on this machine";
+const CANNOT: &str = "idle memory cannot be determined on this machine";
 
 /// Number of tries to find our own used pages by their marks: others may clear the marks just then.
 const TRIES: usize = 3;
@@ -113,7 +113,7 @@ impl Watch {
         }
         if clear_refs::is_missing() {
             bail!(
-                "which memory is idle cannot be told by this kernel, built without CONFIG_PROC_PAGE_MONITOR"
+                "idle memory cannot be determined on this kernel, built without CONFIG_PROC_PAGE_MONITOR"
             );
         }
         let tables = KernelTables::load().with_context(|| {

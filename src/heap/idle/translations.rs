@@ -93,7 +93,7 @@ fn visit_by_child(sets: &[Option<libc::cpu_set_t>]) -> Result<usize> {
 
 /// Kills a child, and starts a thread that waits for its end: the child ends when a CPU runs it, which can take long.
 fn end(child: libc::pid_t) -> io::Result<JoinHandle<()>> {
-    // SAFETY: a child of ours that nobody has waited for.
+    // SAFETY: a child of ours that was not waited for.
     unsafe { libc::kill(child, libc::SIGKILL) };
     thread::Builder::new().spawn(move || {
         // SAFETY: the kernel writes no status.

@@ -51,7 +51,7 @@ pub(super) enum HugePagePolicy {
 /// Walk through the page tables of a process.
 pub(super) struct Walk<'a, T> {
     tables: &'a T,
-    /// Pages whose use is asked for.
+    /// Pages whose use is requested.
     wanted: &'a [Range<u64>],
     huge: HugePagePolicy,
     /// Time at which the walk is given up.

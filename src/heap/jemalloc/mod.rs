@@ -288,7 +288,7 @@ fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Inconsis
         return Heap::new(Vec::new(), Coverage::Incomplete { why, address });
     }
     let mut heap = Heap::new(of(Owner::Program).collect(), Coverage::Complete);
-    // Blocks in doubt are not judged, and may hold references to others: they count as memory of the program's own.
+    // Blocks in doubt are not judged, and may contain references to others: they count as memory of the program's own.
     heap.in_doubt = of(Owner::InDoubt).collect();
     let holes: Vec<_> = heap.in_doubt.iter().map(Block::range).collect();
     heap.regions = blocks::without(

@@ -1,6 +1,6 @@
 //! Judgement of unreachable objects of CPython: which were lost, and which the garbage collector will free.
 //!
-//! A reference count is the number of references to an object. For objects in a cycle that nobody refers to, this
+//! A reference count is the number of references to an object. For objects in a cycle that nothing refers to, this
 //! number of references is found in the unreachable blocks: the next collection frees them. An object with a higher
 //! count has references that were counted and never given up, as by an extension that owes a `Py_DECREF`. This object
 //! and what it refers to stay for ever.

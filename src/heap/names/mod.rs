@@ -35,7 +35,7 @@ use crate::heap::names::references::Holder;
 use crate::heap::names::rtti::Classes;
 use crate::heap::names::shapes::Shapes;
 
-/// Limit on the bytes of different types' names. Later names are left out.
+/// Limit on the bytes of different types' names. Later names are omitted.
 const MAX_NAMES: usize = 64 << 20;
 
 /// Largest difference in size between two blocks of one class, in bytes: glibc keeps a remainder that is too small to
@@ -142,7 +142,7 @@ pub struct Names {
     of_blocks: Vec<u32>,
     /// Python's objects, in order of their blocks.
     pub python: Vec<PythonObject>,
-    /// Whether names were left out because there were too many.
+    /// Whether names were omitted because there were too many.
     pub cut: bool,
 }
 
@@ -222,7 +222,7 @@ impl Naming<'_> {
     ///
     /// A block that begins with a vtable can be more than the object: memory that the program hands out in parts, or
     /// a vector's buffer. All objects of a class are equally large, so blocks that differ from the most frequent size
-    /// are left out. A block in which the vtable comes again at equal distances is an array.
+    /// are omitted. A block in which the vtable comes again at equal distances is an array.
     fn classes(&mut self, classes: &Classes<'_>) {
         let mut by_vtable: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
         for (number, block) in self.heap.blocks().iter().enumerate() {
@@ -352,7 +352,7 @@ impl Naming<'_> {
                 && let Some(of) = self.names.of_block(*holder as usize)
                 && !matches!(of.kind, Kind::Text | Kind::String)
             {
-                held.push((number, format!("held by {}", of.name)));
+                held.push((number, format!("owned by {}", of.name)));
             }
         }
         for (number, name) in held {

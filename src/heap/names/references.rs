@@ -30,7 +30,7 @@ impl Holder {
 /// Calls `found` with the place of each word that points at the start of a block, with that block, and with the block
 /// that contains the place. Returns the holder of each block.
 ///
-/// Words in allocators' own structures and in free chunks are left out, and so are words of a block that point at the
+/// Words in allocators' own structures and in free chunks are omitted, and so are words of a block that point at the
 /// same block.
 pub(super) fn scan(
     image: &Image,

@@ -17,7 +17,7 @@ use crate::print::demangle::demangle;
 /// Largest size of a mangled name, in bytes. A longer name is not demangled in part: its class is unnamed.
 const MAX_MANGLED: usize = 16 << 10;
 
-/// Largest number of base classes between a class and the one that is asked for.
+/// Largest number of base classes between a class and the one that is requested.
 const MAX_BASES: usize = 16;
 
 /// The classes of the C++ runtime that describe other classes: without bases, with one, with several.

@@ -302,7 +302,7 @@ mod tests {
             (2, Shape::HashNode),
         ];
         assert_eq!(told(&sample, &[24, 24, 24]), expected);
-        // A node too many, one too few, a bucket of somebody else, and a ring.
+        // A node too many, one too few, a bucket of another container, and a ring.
         for (place, word) in [
             (at(1), 0),
             (at(2), at(3)),

@@ -92,7 +92,7 @@ fn what_one_block_alone_points_at_is_held_by_it() {
     sample.string(at(2), b"a text of some twenty");
     sample.words(STACK, &[at(3)]);
     let names = names(&sample, &[40, 104, 24, 104, 104]);
-    assert_eq!(names, ["Session", "held by Session", "text", "", ""]);
+    assert_eq!(names, ["Session", "owned by Session", "text", "", ""]);
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn python_objects_have_the_words_before_them() {
     let heap = sample::heap(&[(at(0), 64), (at(1), 64)]);
     let names = Names::of(&sample.made.image(), &heap, sample.modules());
     let kinds = [0, 1].map(|block| names.of_block(block).map(|of| (of.kind, &of.name[..])));
-    let expected = [(Kind::Python, "list"), (Kind::Held, "held by list")];
+    let expected = [(Kind::Python, "list"), (Kind::Held, "owned by list")];
     assert_eq!(kinds, expected.map(Some));
     let object = PythonObject {
         block: 0,

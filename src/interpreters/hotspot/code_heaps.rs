@@ -111,7 +111,7 @@ fn heap(memory: &Memory, structs: &VmStructs, heap: u64) -> Result<hotspot_heap>
     let makes_sense = size.is_some_and(|size| size <= MAX_HEAP_BYTES)
         && found.map != 0
         && (3..=16).contains(&found.segment_shift);
-    ensure!(makes_sense, "whose code heaps make no sense");
+    ensure!(makes_sense, "with inconsistent code heaps");
     Ok(found)
 }
 

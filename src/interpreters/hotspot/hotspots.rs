@@ -68,7 +68,7 @@ impl Hotspots {
             Located::Unsupported(why) => {
                 self.told.warn_once(why, |why| {
                     format!(
-                        "process {pid} runs a HotSpot {why}: its stacks end in the first function of Java"
+                        "process {pid} runs a HotSpot {why}: its stacks end in the first Java function"
                     )
                 });
                 return Ok(false);
@@ -132,7 +132,7 @@ mod tests {
         if is_missing("java") {
             return;
         }
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let source = folder.path().join("Ready.java");
         let program = "class Ready { public static void main(String[] a) throws Exception {\n\
                        System.out.println(\"ready\"); System.in.read(); } }";

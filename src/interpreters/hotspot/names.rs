@@ -145,7 +145,7 @@ impl JavaNames {
         });
         if let Some((Err(why), false)) = &asked {
             crate::note!(
-                "process {pid} is not asked for names of Java: {why:#}; they are read from its memory"
+                "process {pid} is not queried for Java names: {why:#}; they are read from its memory"
             );
         }
         let written = matches!(asked, Some((Ok(()), _)));

@@ -99,7 +99,7 @@ fn is_set(machine: &Machine, name: &str) -> Result<bool> {
             return Ok(memory.bytes::<1>(value)? != [0]);
         }
     }
-    bail!("it does not tell whether {name} is set")
+    bail!("it does not say whether {name} is set")
 }
 
 /// Returns whether a process catches SIGQUIT, which kills it otherwise.

@@ -33,11 +33,11 @@ pub struct StackCountArgs {
     #[arg(hide_short_help = true, long, conflicts_with_all = ["json", "folded"])]
     pub text: bool,
 
-    /// Count processes of the same name separately
+    /// Do not merge processes with the same name
     #[arg(short = 'P', long)]
     pub perpid: bool,
 
-    /// Mark frames of the kernel, for flame graphs to color them
+    /// Mark kernel frames, which flame graphs color
     #[arg(hide_short_help = true, short, long)]
     pub annotations: bool,
 

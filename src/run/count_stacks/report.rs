@@ -81,7 +81,7 @@ impl<M: MapCore> StackCounts<'_, M> {
         output.flush()
     }
 
-    /// Writes all stacks into the files that are asked for.
+    /// Writes all stacks into the files that are requested.
     fn export(&mut self, report: &StackReport<'_>, counts: &HashMap<Key, Count>) -> Result<()> {
         if !self.exports.is_enabled() {
             return Ok(());

@@ -70,7 +70,7 @@ impl Held {
         ] {
             maps.held
                 .update(&key.to_ne_bytes(), &value.to_ne_bytes(), MapFlags::ANY)
-                .context("failed to hold the command")?;
+                .context("failed to stop the command")?;
         }
         Ok(Self {
             pid,

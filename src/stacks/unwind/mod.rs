@@ -1,7 +1,7 @@
 //! Unwind tables, for complete user stacks through code that was built without frame pointers.
 //!
 //! The `.eh_frame` of a file has the rules by which its code is unwound ([`rules`]). The rules of each file in which a
-//! BPF program meets a frame are put as a table into memory that BPF programs read (`store`), and the BPF side is told
+//! BPF program meets a frame are put as a table into memory that BPF programs read (`store`), and the BPF side learns
 //! which file the table is of (`publish`). BPF programs look up the mappings of a process themselves, so a table serves
 //! every process from its first instruction on. `bpf/include/unwind.bpf.h` looks up the rule of an address, and
 //! `bpf/include/stack.bpf.h` walks a stack by these rules.
@@ -363,7 +363,7 @@ impl Unwinder {
                 pid, descendants, ..
             } => {
                 let stops = parts.holds.attach();
-                let stops = stops.context("failed to watch the command")?;
+                let stops = stops.context("failed to monitor the command")?;
                 let maps = HeldMaps {
                     held: reopen(parts.held)?,
                     stopped: reopen(parts.stopped)?,

@@ -17,7 +17,7 @@ const DEFAULT_MEMORY: usize = 64;
 /// How callers are found.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum Mode {
-    /// By unwind tables; by frame pointers in a process that has none yet
+    /// By unwind tables, or by frame pointers until a file has a table
     #[default]
     Auto,
     /// By unwind tables only
@@ -33,7 +33,7 @@ pub struct UnwindArgs(UncheckedUnwindArgs);
 /// What [`UnwindArgs`] has, before it is known whether that makes sense together.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct UncheckedUnwindArgs {
-    /// Method of unwinding
+    /// Stack unwinding method
     ///
     /// `dwarf` uses tables made from .eh_frame, `fp` frame pointers, and `auto` both.
     #[arg(help_heading = "Stacks", hide_short_help = true, id = "unwind", long, value_name = "HOW", value_enum, default_value_t = Mode::Auto)]
@@ -79,7 +79,7 @@ impl FromArgMatches for UnwindArgs {
 }
 
 impl UncheckedUnwindArgs {
-    /// Refuses --java-names where no functions of Java are shown.
+    /// Refuses --java-names where no Java functions are shown.
     fn check(self) -> Result<Self, clap::Error> {
         if !self.interpreters.java_names || self.interpreters() != 0 {
             return Ok(self);
@@ -88,7 +88,7 @@ impl UncheckedUnwindArgs {
             Mode::Fp => "--unwind fp",
             Mode::Auto | Mode::Dwarf => "--interpreters off",
         };
-        let message = format!("--java-names is for functions of Java, which {cause} does not show");
+        let message = format!("--java-names is for Java functions, which {cause} does not show");
         Err(clap::Error::raw(ErrorKind::ArgumentConflict, message))
     }
 

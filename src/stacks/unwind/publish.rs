@@ -1,6 +1,6 @@
 //! Publication of a file's rules to the BPF side: `unwind_publish` in `bpf/include/unwind.bpf.h`.
 //!
-//! The BPF side identifies a file by the fields of its inode in the kernel. On overlayfs and btrfs, user space is told
+//! The BPF side identifies a file by the fields of its inode in the kernel. On overlayfs and btrfs, user space sees
 //! another number. So the file is mapped here, and a BPF program that we run ourselves looks up the mapping as it will
 //! in other processes. An entry is thereby of the very file that the rules were read from.
 

@@ -73,7 +73,7 @@ impl Store {
     }
 
     /// Writes to words that were taken and that no program knows of yet. The memory is mapped only for the write, a
-    /// piece at a time: otherwise all tables would count as memory of ours.
+    /// piece at a time: otherwise all tables would count as memory of this process.
     pub(super) fn write(
         &mut self,
         first: u32,

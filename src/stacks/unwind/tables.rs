@@ -271,13 +271,13 @@ impl Tables {
     /// Publishes a file to the BPF side, or before load keeps it to be published later.
     fn publish(&mut self, file: &File, code: &Arc<StoredFile>) -> Result<()> {
         let Some(publisher) = &self.publisher else {
-            let file = file.try_clone().context("failed to hold a file open")?;
+            let file = file.try_clone().context("failed to keep a file open")?;
             self.to_publish.push((file, Arc::clone(code)));
             return Ok(());
         };
         self.store.wait_for_shards()?;
         if publisher.file(file, code.entry())? == Published::NoRoom && self.collect()? {
-            // If there is still no room, stacks are flagged, and BPF programs request the file again.
+            // If there is still no space, stacks are flagged, and BPF programs request the file again.
             if let Some(publisher) = &self.publisher {
                 publisher.file(file, code.entry())?;
             }

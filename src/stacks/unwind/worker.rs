@@ -68,7 +68,7 @@ pub(super) struct Queue(VecDeque<PendingFile>);
 impl Queue {
     /// Adds the files that a process has mapped and that were not examined yet. The files are opened at once: the
     /// process may end sooner than one of them is read. Returns whether files of the process wait, in the queue or for
-    /// room in it. Then the process is to be added again later.
+    /// space in it. Then the process is to be added again later.
     pub(super) fn add(&mut self, tables: &Tables, pid: u32) -> bool {
         self.add_mappings(tables, pid, mappings_of(pid))
     }
@@ -111,7 +111,7 @@ pub(super) fn mappings_of(pid: u32) -> Vec<Mapping> {
     mappings.unwrap_or_default()
 }
 
-/// Returns whether a mapping is of a file of code that nobody has looked at yet.
+/// Returns whether a mapping is of a file of code that was not examined yet.
 fn is_wanted(tables: &Tables, mapping: &Mapping) -> bool {
     is_code(mapping) && mapping.inode != 0 && !tables.has_seen(mapping)
 }
@@ -192,7 +192,7 @@ struct RequestHandler {
     /// Processes that may still be mapping code and are soon to be looked at again, each with the time since which.
     starting: HashMap<u32, Instant>,
     held: Option<Held>,
-    /// Finders of the interpreters of processes; None if these are not asked for.
+    /// Finders of the interpreters of processes; None if these are not requested.
     finders: Option<Finders>,
     while_stopped: Option<WhileStopped>,
 }
@@ -274,7 +274,7 @@ impl RequestHandler {
             work(pid);
         }
         let begun = Instant::now();
-        // A process that is stopped keeps its files, so that none has to wait in the queue, whose room is limited.
+        // A process that is stopped keeps its files, so that none has to wait in the queue, whose capacity is limited.
         for mapping in mappings_of(pid) {
             if is_wanted(&self.tables, &mapping)
                 && let Ok(waiting) = PendingFile::open(pid, mapping)

@@ -80,7 +80,7 @@ fn a_file_larger_than_memory() -> Result<()> {
 /// recently. In a single second the pages may have been dropped because of the balloon. (The kernel keeps pages
 /// that are read again longer, so not all are dropped.)
 ///
-/// The kernel's count of available memory leaves out its reserves, of which it may give a part: on 7.2 a file of
+/// The kernel's count of available memory omits its reserves, of which it may give a part: on 7.2 a file of
 /// 195 MB fitted into 150.
 fn leave_no_room(reader: &Workload, balloons: &mut Vec<Balloon>) -> Result<()> {
     /// Available memory below which a guest does not go on, because its programs are files in memory.

@@ -16,6 +16,7 @@ pub(super) fn tests() -> Vec<Trial> {
         what_cannot_be_written_is_told_at_the_start [Once],
         a_full_disk_keeps_the_old_file [Once],
         nothing_at_all_is_a_file_too [Once],
+        a_folded_file_has_the_lines_of_the_output [Once],
     }
 }
 
@@ -97,5 +98,32 @@ fn nothing_at_all_is_a_file_too() -> Result<()> {
     );
     // go tool pprof refuses a profile without samples only if the profile has no sample types.
     ensure!(files.pprof(&["-raw"])?.contains("brk_calls/count"));
+    Ok(())
+}
+
+fn a_folded_file_has_the_lines_of_the_output() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("a.folded");
+    let mut program = Workload::start("brk", &["23", "7", "5"])?;
+    let (pid, file) = (program.pid(), path.to_str().context("not UTF-8")?);
+    let mut tool = Tool::start("brkstack", &["-f", "-p", &pid, "--export", file])?;
+    tool.wait_for_stderr("tracing brk(2)")?;
+    program.work()?;
+    let ended = tool.interrupt()?;
+    let sorted = |text: &str| {
+        let mut lines: Vec<_> = text
+            .lines()
+            .filter(|line| !line.is_empty())
+            .map(str::to_owned)
+            .collect();
+        lines.sort();
+        lines
+    };
+    let written = sorted(&fs::read_to_string(&path)?);
+    ensure!(
+        written.iter().any(|line| line.contains("grow_heap")),
+        "{written:?}"
+    );
+    ensure!(written == sorted(&ended.stdout), "{written:?}: {ended:?}");
     Ok(())
 }

@@ -30,7 +30,7 @@ impl Cgroup {
         Ok(Self(path))
     }
 
-    /// Returns the path of the cgroup's folder.
+    /// Returns the path of the cgroup directory.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }

@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-/// Returns the folder that scripts/pythons makes; its Pythons run with this folder as their root.
+/// Returns the directory that scripts/pythons makes; its Pythons run with this directory as their root.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("target/pythons")
 }
@@ -100,7 +100,7 @@ impl fmt::Display for Python {
     }
 }
 
-/// Returns the names in a folder that begin with `begin`.
+/// Returns the names in a directory that begin with `begin`.
 fn names(folder: &Path, begin: &str) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());

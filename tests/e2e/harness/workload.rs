@@ -21,7 +21,7 @@ pub(crate) fn workload(name: &str) -> PathBuf {
     workloads().join(name)
 }
 
-/// Returns the folder of the workloads' sources.
+/// Returns the directory of the workloads' sources.
 pub(crate) fn sources() -> PathBuf {
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/workload").into()
 }

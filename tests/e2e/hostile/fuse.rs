@@ -34,7 +34,7 @@ const REMOVAL: Duration = Duration::from_secs(40);
 /// Time within which a tool gives up a process that does not answer, also on an emulated machine.
 const ANSWER: Duration = Duration::from_secs(20);
 
-/// Starts the hostile program, and returns the folder on which it has mounted its file system.
+/// Starts the hostile program, and returns the directory on which it has mounted its file system.
 fn start(what: &str) -> Result<(TempDir, Workload)> {
     fs::set_permissions("/dev/fuse", fs::Permissions::from_mode(0o666))?;
     let folder = harness::scratch()?;

@@ -54,7 +54,7 @@ fn ctrl_c_is_heard_while_files_are_read() -> Result<()> {
         Ok(blocked & 1 << (Signal::SIGINT as u64 - 1) != 0)
     })?;
     let ended = tool.interrupt()?;
-    let left_out = ended.stderr.matches("the end was asked for").count();
+    let left_out = ended.stderr.matches("the end was requested").count();
     ensure!(left_out > SLOW_FILES / 2, "{left_out}: {ended:?}");
     Ok(())
 }

@@ -21,7 +21,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Real debuginfod server of the files in a folder.
+/// Real debuginfod server of the files in a directory.
 struct Server {
     child: Child,
     url: String,
@@ -128,7 +128,7 @@ fn a_debuginfod_that_hangs_keeps_nobody() -> Result<()> {
     );
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(
-        ended.stderr.contains("the end was asked for"),
+        ended.stderr.contains("the end was requested"),
         "{}",
         ended.stderr
     );

@@ -25,7 +25,7 @@ pub(super) fn tests() -> Vec<Trial> {
 }
 
 /// Returns the frames in the program itself. The program is at the same addresses each time. libc is not, so its
-/// frames are left out.
+/// frames are omitted.
 fn own_frames(frames: &[String]) -> Vec<String> {
     frames
         .iter()
@@ -117,7 +117,7 @@ fn folded_weighs_by_bytes() -> Result<()> {
     }
     ensure!(
         weights.len() == 11,
-        "not one line a stack, once: {}",
+        "not one line per stack, once: {}",
         ended.stdout
     );
     ensure!(weights["leak_malloc"] == 31 * 4093, "{weights:?}");

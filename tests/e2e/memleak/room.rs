@@ -165,7 +165,7 @@ fn stacks_that_do_not_fit_are_one_group(ended: &ToolOutput) -> Result<()> {
     let allocations: u64 = groups.iter().map(|group| group.allocations).sum();
     ensure!(
         allocations == 211,
-        "allocations without a stack are left out: {allocations}"
+        "allocations without a stack are omitted: {allocations}"
     );
     let lost: Vec<&Group> = groups
         .iter()

@@ -91,7 +91,7 @@ fn who_reclaims_is_told_by_its_stacks() -> Result<()> {
     Ok(())
 }
 
-/// memtriage runs without the other tools in its folder.
+/// memtriage runs without the other tools in its directory.
 fn what_cannot_be_asked_is_told() -> Result<()> {
     let _full = full_group("memtools-triage-alone")?;
     let folder = harness::scratch()?;

@@ -1,4 +1,4 @@
-//! A tool ends when it is told to, and loses nothing.
+//! A tool ends on request, and loses nothing.
 
 use std::fs;
 use std::io::{PipeReader, PipeWriter, Write, pipe};
@@ -106,7 +106,7 @@ fn what_nohup_ignores_is_ignored() -> Result<()> {
     Ok(())
 }
 
-/// Makes a full pipe, which nobody has read.
+/// Makes a full pipe, which was not read.
 fn full_pipe() -> Result<(PipeReader, PipeWriter)> {
     let (reader, mut writer) = pipe().context("no pipe")?;
     fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;

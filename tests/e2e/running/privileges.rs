@@ -1,4 +1,4 @@
-//! Privileges of a tool: what it may do, what it gives up, and what it says where a privilege is missing.
+//! Privileges of a tool: what it may do, what it drops, and what it says where a privilege is missing.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -123,7 +123,7 @@ fn who_cannot_be_traced_is_told() -> Result<()> {
         );
     }
     zombie.wait()?;
-    // Process 2 is kthreadd. Three tools are left out, because memory can be short for kthreadd, too.
+    // Process 2 is kthreadd. Three tools are omitted, because memory can be short for kthreadd, too.
     for name in TOOLS
         .into_iter()
         .filter(|name| !["drsnoop", "oomkill", "vmscan"].contains(name))
@@ -153,7 +153,7 @@ fn run_by_nobody(capabilities: &str, name: &str, args: &[&str]) -> Result<ToolOu
     ended
 }
 
-/// Copies a tool into a folder that the user nobody may read, too.
+/// Copies a tool into a directory that the user nobody may read, too.
 fn where_nobody_may_go(name: &str) -> Result<(TempDir, PathBuf)> {
     let folder = harness::scratch()?;
     let program = folder.path().join(name);

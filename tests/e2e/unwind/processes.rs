@@ -54,7 +54,7 @@ fn a_library_that_is_loaded_later() -> Result<()> {
 }
 
 /// Starts a workload that the tool does not know before, and waits until brkstack has its unwind tables. brkstack
-/// meets the workload when its dynamic linker calls brk(2). The program is in the returned folder.
+/// meets the workload when its dynamic linker calls brk(2). The program is in the returned directory.
 fn meet(name: &str, mode: &str) -> Result<(Tool, Workload, TempDir)> {
     let folder = harness::scratch()?;
     let path = folder.path().join(name);

@@ -96,7 +96,7 @@ fn zones(path: &Path) -> Result<BTreeMap<String, [u64; 4]>> {
 }
 
 /// Watermarks and free pages equal those of /proc/zoneinfo. Free pages are compared where compaction has not
-/// changed them. The stack leads back to the write that asked for the compaction.
+/// changed them. The stack leads back to the write that requested the compaction.
 fn a_compaction_shows_the_zone_and_who_asked() -> Result<()> {
     let folder = harness::scratch()?;
     let [before, after] = ["before", "after"].map(|name| folder.path().join(name));

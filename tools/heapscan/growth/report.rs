@@ -329,7 +329,7 @@ impl Row for GrowthRow {
         });
         writeln!(
             out,
-            "growth of {} (pid {}){} in {:.1} s; it was stopped for {} images, {least:.1} to {most:.1} ms each, {:.1} ms in all",
+            "growth of {} (pid {}){} in {:.1} s; paused {} times, {least:.1} to {most:.1} ms each, {:.1} ms in all",
             self.process.comm,
             self.process.pid,
             self.process.inside(),
@@ -346,17 +346,21 @@ impl Row for GrowthRow {
         )?;
         match self.images_left_out {
             0 => writeln!(out)?,
-            images => writeln!(out, "; {} left out", text::count_with_noun(images, "image"))?,
+            images => writeln!(
+                out,
+                "; skipped {}",
+                text::count_with_noun(images, "snapshot")
+            )?,
         }
         writeln!(
             out,
             "\n{:>12} {:>12} {:>12} {:>12}  WHAT",
-            "FIRST", "LAST", "A SECOND", "95 %"
+            "FIRST", "LAST", "PER SECOND", "95 %"
         )?;
         for (what, slope) in [
             ("blocks in use", &self.block_bytes),
             ("heap in memory", &self.heap_resident_bytes),
-            ("  of it in no block", &self.free_resident_bytes),
+            ("  free and overhead", &self.free_resident_bytes),
         ] {
             slope.line(what, out)?;
         }
@@ -366,13 +370,13 @@ impl Row for GrowthRow {
                 row.bytes.line(self.describe(row.of), out)?;
             }
         }
-        self.resident_bytes.line("all that is in memory", out)?;
+        self.resident_bytes.line("total resident (RSS)", out)?;
         writeln!(out, "\n{}: {}", self.conclusion(), self.next)?;
         let lost = self.lost_new_bytes.unwrap_or(0);
         if lost >= judge::LEAK_BYTES && self.judged != Verdict::Leak {
             writeln!(
                 out,
-                "beside that, a leak: nothing refers to {} of what is new; by which stacks: {}",
+                "in addition, a leak: {} of the new blocks are unreachable; by which stacks: {}",
                 text::bytes(lost),
                 self.trace()
             )?;
@@ -386,12 +390,12 @@ impl GrowthRow {
     fn describe(&self, part: Part) -> &'static str {
         match part {
             Part::InUse => "blocks in use",
-            Part::Free => "heap in no block",
-            Part::Arenas => "    of it in arenas of other threads",
+            Part::Free => "free heap memory",
+            Part::Arenas => "    in arenas of other threads",
             Part::Stacks => "stacks",
             Part::Runtime => self.runtime.map_or("a runtime's heap", Runtime::heap),
             Part::Shared => "shared memory",
-            Part::Files => "files, and what was changed of them",
+            Part::Files => "files, and modified copies of them",
             Part::Mapped => "other private memory (mmap)",
         }
     }
@@ -439,21 +443,21 @@ impl GrowthRow {
         let new = text::bytes(self.new_bytes);
         match self.judged {
             Verdict::Leak => format!(
-                "a leak: {more} in use, and nothing refers to {} of what is new; by which stacks",
+                "a leak: {more} in use, and {} of the new blocks are unreachable; by which stacks",
                 text::bytes(self.lost_new_bytes.unwrap_or(0))
             ),
             Verdict::Unbounded => format!(
-                "growth that is held: {more} in use, which something refers to: a cache without a limit, or what is \
-                 never taken out; what holds it"
+                "unbounded growth: {more} in use, still referenced: a cache without a limit, or objects that are never removed; what references \
+                 it"
             ),
             Verdict::Cycles => format!(
-                "cycles of Python's objects: {more} in use, and only cycles hold {} of what is new, which the garbage \
+                "cycles of Python's objects: {more} in use, and only cycles reference {} of the new blocks, which the garbage \
                  collector has not freed: gc is disabled, or its thresholds are high; what is in them",
                 text::bytes(self.cycles_new_bytes)
             ),
             Verdict::Growing => format!(
-                "growth: {more} in use; what refers to it is not known, as the process has exited, has memory that \
-                 could not be examined, or had no last image; what holds it"
+                "growth: {more} in use; what references it is unknown, as the process has exited, has memory that \
+                 could not be examined, or had no last snapshot; what references it"
             ),
             Verdict::WarmUp => format!("a warm-up: {more} in use, and no more lately; if in doubt"),
             Verdict::Burst => format!("a burst: up to {most} in use, and {last} now; if in doubt"),
@@ -480,12 +484,12 @@ impl GrowthRow {
         let grown = |slope: &Slope| signed(slope.last as f64 - slope.first as f64);
         let whose = match self.largest {
             Some(Part::Arenas) => {
-                ", most of it in arenas of other threads, of which glibc makes up to 8 for each CPU (MALLOC_ARENA_MAX)"
+                ", most in arenas of other threads, of which glibc makes up to 8 for each CPU (MALLOC_ARENA_MAX)"
             }
             _ => "",
         };
         format!(
-            "fragmentation, not a leak: {} of the heap in no block{whose}, {more} in use; where",
+            "fragmentation, not a leak: {} of the heap are free or overhead{whose}, {more} in use; where",
             grown(&self.free_resident_bytes)
         )
     }
@@ -518,7 +522,7 @@ impl Row for TypeRow {
             writeln!(
                 out,
                 "\n{:<9} {:>12} {:>12} {:>12} {:>10} {:>8} {:>12}  TYPE",
-                "JUDGEMENT", "A SECOND", "95 %", "BYTES", "BLOCKS", "STAY", "LOST"
+                "TREND", "PER SECOND", "95 %", "BYTES", "BLOCKS", "STAY", "LOST"
             )?;
         }
         let (speed, half) = self.bytes.text();

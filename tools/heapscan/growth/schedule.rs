@@ -9,7 +9,7 @@ const MAX_IMAGES: u32 = 12;
 const LEAST: u32 = 4;
 /// Maximum part of the period for which the process may be stopped.
 const MAX_PAUSED_SHARE: f64 = 0.01;
-/// Maximum part of the period that it may take to look through images.
+/// Maximum part of the period that it may take to examine images.
 const WORKING: f64 = 0.5;
 /// Width of the range in which an image comes early or late, as a part of the distance between images. So images do not
 /// keep step with what the process does.
@@ -33,7 +33,7 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    /// Makes the schedule for a process that was stopped for `paused` for its first image, which was looked through in
+    /// Makes the schedule for a process that was stopped for `paused` for its first image, which was examined in
     /// `took`. All has to be done in the time that is `wanted`.
     pub(super) fn new(wanted: Duration, paused: Duration, took: Duration) -> Self {
         let within = |part: f64, each: Duration| {
@@ -49,7 +49,7 @@ impl Schedule {
         }
     }
 
-    /// Takes into account how long it took to look through the latest image. The process grows, and the machine may have
+    /// Takes into account how long it took to examine the latest image. The process grows, and the machine may have
     /// become busy.
     pub(super) fn add(&mut self, took: Duration) {
         self.last = last(self.wanted, took);
@@ -61,7 +61,7 @@ impl Schedule {
     }
 
     /// Returns when the next image is due, and whether it is the last. Times count from the beginning. Images whose
-    /// time has passed are left out.
+    /// time has passed are omitted.
     pub(super) fn next(self, after: Duration) -> (Duration, bool) {
         let due = (1..self.images - 1).map(|number| self.at(number));
         let due = due.into_iter().find(|&due| due > after);
@@ -79,7 +79,7 @@ impl Schedule {
     }
 }
 
-/// Returns when the last image is due, if it takes so long to look through an image.
+/// Returns when the last image is due, if it takes so long to examine an image.
 fn last(wanted: Duration, took: Duration) -> Duration {
     let last = took * LAST + verdict::BETWEEN;
     wanted - last.min(wanted.mul_f64(MAX_LAST))

@@ -115,7 +115,7 @@ impl Watcher {
         let cgroup_info = CgroupInfo::of_process(pid);
         let Some(look) = HeapSnapshot::take(&self.request)? else {
             bail!(
-                "the heap of process {pid} is inconsistent in each of 3 images; --layout shows where"
+                "the heap of process {pid} is inconsistent in each of 3 snapshots; --layout shows where"
             );
         };
         let allocator = look.heap.allocators.first();
@@ -136,7 +136,7 @@ impl Watcher {
         let schedule = Schedule::new(self.wanted, look.image.paused, self.begin.elapsed());
         study.planned = schedule.images() as usize;
         eprintln!(
-            "heapscan: process {pid} is watched for {:.1} s, by {} images",
+            "heapscan: process {pid} is monitored for {:.1} s, in {} snapshots",
             self.wanted.as_secs_f64(),
             study.planned
         );
@@ -147,16 +147,18 @@ impl Watcher {
     /// Changes what was found.
     fn update<T>(&self, change: impl FnOnce(&mut Study) -> T) -> Result<T> {
         let mut study = lock(&self.shared);
-        Ok(change(study.as_mut().context("there is no first image")?))
+        Ok(change(
+            study.as_mut().context("there is no first snapshot")?,
+        ))
     }
 
-    /// Takes an image, and adds its point. Returns None if the image is left out.
+    /// Takes an image, and adds its point. Returns None if the image is omitted.
     fn look(&self) -> Result<Option<HeapSnapshot>> {
         let look = self.take_or_tell()?;
         let pid = self.request.process.pid();
         if program(self.request.process) != self.program {
             self.request.process.expect_running()?;
-            bail!("process {pid} has become another program meanwhile (exec): start again");
+            bail!("process {pid} has executed another program (exec): start again");
         }
         self.update(|study| match &look {
             Some(look) => study.add(look),
@@ -170,7 +172,7 @@ impl Watcher {
     fn take_or_tell(&self) -> Result<Option<HeapSnapshot>> {
         match HeapSnapshot::take(&self.request) {
             Err(error) if !self.request.process.exited() => {
-                eprintln!("heapscan: an image is left out: {error:#}");
+                eprintln!("heapscan: snapshot skipped: {error:#}");
                 Ok(None)
             }
             taken => taken,

@@ -1,4 +1,4 @@
-//! Options of kernel mode, and the check for options that make no sense in it.
+//! Options of kernel mode, and the check for options that have no effect in it.
 
 use anyhow::Result;
 use memtools::parse::UsageError;
@@ -14,7 +14,7 @@ const MAX_CACHE_NAME: usize = cache_name::CACHE_NAME_BYTES.0 as usize - 1;
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Kernel mode")]
 pub(crate) struct KernelArgs {
-    /// Trace allocations of the kernel, made for the target
+    /// Trace kernel allocations, on behalf of the target
     #[arg(short, long, help_heading = "Target (default: the kernel)")]
     pub(crate) kernel: bool,
 
@@ -38,7 +38,7 @@ pub(crate) struct KernelArgs {
 
     /// Report slab caches instead of stacks
     ///
-    /// The change in /proc/slabinfo is beside them.
+    /// The change in /proc/slabinfo is shown in addition.
     #[arg(hide_short_help = true, long, conflicts_with_all = ["folded", "show_allocs", "extended"])]
     pub(crate) by_cache: bool,
 

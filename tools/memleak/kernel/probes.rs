@@ -121,7 +121,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
     };
     if learns && !attached.learn()? {
         eprintln!(
-            "memleak: cannot tell which pages hold which objects: caches are not known, and pages \
+            "memleak: cannot determine which objects the pages contain: caches are unknown, and pages \
              of slab objects count twice"
         );
     }

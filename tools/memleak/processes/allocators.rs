@@ -152,7 +152,7 @@ pub(crate) fn is_common_name(name: &str) -> bool {
     find(&C, name).is_some() || find(&MAPPING, name).is_some()
 }
 
-/// Whether a function of this name asks another one for more bytes than it was asked for.
+/// Whether a function of this name asks another one for more bytes than it was requested.
 pub(crate) fn rounds_up(name: &str) -> bool {
     name.ends_with("pvalloc")
 }

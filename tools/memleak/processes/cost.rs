@@ -3,7 +3,7 @@
 //!
 //! The BPF programs count each hit. In one [`SLICE`] of [`SLICES`] they also time themselves, which takes two looks at
 //! the clock, about 40 ns a hit. Until the next timed slice, each hit is assumed to take the mean time of the last one.
-//! A run in which its task lost the CPU is left out, since that time is not the target's. The kernel's handling of the
+//! A run in which its task lost the CPU is omitted, since that time is not the target's. The kernel's handling of the
 //! probe is not included.
 
 use std::fmt;
@@ -117,7 +117,7 @@ impl<'a> Cost<'a> {
         Ok(cost)
     }
 
-    /// Ends a slice whose time is over, and begins the next one. Call it several times a second. Returns the share
+    /// Ends a slice whose time is over, and begins the next one. Call it several times per second. Returns the share
     /// since it last returned one, once the target has used enough CPU time. A target that is idle most of the time
     /// takes many slices for that.
     pub(crate) fn look(&mut self) -> anyhow::Result<Option<Share>> {

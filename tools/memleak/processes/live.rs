@@ -101,7 +101,7 @@ impl<'a> LiveBlocks<'a> {
     }
 
     fn read_table(&self, sorted: &mut Sorted<'_>) -> Result<()> {
-        // The table is mapped only while it is read, or it would count as memory of ours.
+        // The table is mapped only while it is read, or it would count as memory of this process.
         let table = MappedArray::new(self.table)?;
         for bucket in 0..table.len() {
             let copy: block_bucket = table.get(bucket)?;

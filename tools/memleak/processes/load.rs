@@ -27,7 +27,7 @@ const PYTHON_NOTE: &str = "its objects of up to 512 bytes are in arenas of its o
                            with --python-objects, or PYTHONMALLOC=malloc in its environment, each object is a block";
 
 /// Size of the ring buffer in bytes, for 12,000 events, if events are only of mappings and processes. The buffer counts
-/// twice as memory of ours, as all ring buffers do.
+/// twice as memory of this process, as all ring buffers do.
 const MAPPING_EVENT_BYTES: u32 = 1 << 20;
 
 /// Maximum number of files for each of which only the first of a command's descendants is stopped.
@@ -59,7 +59,7 @@ pub(super) fn load(way: AttachMode, target: &Targets, args: &Args) -> Result<Sta
     let links = watching.map(|program| {
         program
             .attach()
-            .context("failed to watch forks, execs, exits and moves of processes")
+            .context("failed to monitor forks, execs, exits and moves of processes")
     });
     let links = links.collect::<Result<_>>()?;
     let (while_stopped, questions) = stopped::questions()?;

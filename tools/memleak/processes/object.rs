@@ -363,7 +363,7 @@ fn without_wrappers<'a>(
 }
 
 /// Chooses where to probe each of these functions of a file. Functions that cannot be probed without harm to the target
-/// are left out, and printed.
+/// are omitted, and printed.
 fn place(
     file: &MappedFile,
     symbols: &[(&elf::Function, Signature)],
@@ -397,8 +397,8 @@ fn place(
         let moved = place.and_then(|place| Some((place, signature.at(place)?)));
         let Some((place, signature)) = moved else {
             eprintln!(
-                "memleak: {module}'s {name} is not probed: forked children of the target would \
-                 die of it on this kernel"
+                "memleak: {module}'s {name} is not probed: forked children of the target would crash on this \
+                 kernel"
             );
             continue;
         };

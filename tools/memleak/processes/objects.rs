@@ -207,7 +207,7 @@ fn why_none(files: &[MappedFile], go: Option<&MappedFile>, args: &Args) -> anyho
     )
 }
 
-/// Prints why a file is left out, once for all processes that have it mapped.
+/// Prints why a file is omitted, once for all processes that have it mapped.
 pub(crate) fn warn_once(reason: &str) {
     static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);

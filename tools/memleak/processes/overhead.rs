@@ -58,8 +58,8 @@ impl<'a> Limit<'a> {
             .context("failed to raise sampling")?;
         self.level = level;
         eprintln!(
-            "memleak: {percent:.1} % of the target's CPU time, over the limit: from now on blocks \
-             are recorded as with --sample-bytes {}",
+            "memleak: {percent:.1} % of the target's CPU time, over the limit: blocks are now recorded as \
+             with --sample-bytes {}",
             self.sampling.distance(level)
         );
         Ok(true)

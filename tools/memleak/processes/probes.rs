@@ -185,7 +185,7 @@ impl Attached {
         map.update(&inode.to_ne_bytes(), &[1], MapFlags::ANY)
             .with_context(|| {
                 format!(
-                    "failed to watch for copies of the code of {}",
+                    "failed to monitor for copies of the code of {}",
                     object.module
                 )
             })
@@ -427,6 +427,6 @@ fn entry_with<'skel>(
     number
         .and_then(|number| entries.get(number).copied())
         .with_context(|| {
-            format!("this kernel can tell only {SIGNATURES} kinds of functions apart; name fewer with --alloc")
+            format!("this kernel distinguishes only {SIGNATURES} kinds of functions; use fewer --alloc options")
         })
 }

@@ -30,7 +30,7 @@ pub(super) struct Places {
 }
 
 /// Finds the places in a file with these functions. Returns None if the file has no CPython, or if CPython's code is
-/// not as expected, which is told.
+/// not as expected, which is reported.
 ///
 /// # Errors
 /// If the file cannot be read.
@@ -56,7 +56,7 @@ pub(super) fn places(file: &MappedFile, found: &[Function]) -> Result<Option<Pla
 /// Tells, once, why CPython's objects in a file are not seen one by one.
 pub(super) fn warn_of_unseen_objects(module: &str, why: &str) {
     warn_once(&format!(
-        "objects of up to 512 bytes are not seen one by one in {module}, as {why}; with PYTHONMALLOC=malloc in its \
+        "objects of up to 512 bytes are not traced one by one in {module}, as {why}; with PYTHONMALLOC=malloc in its \
          environment each object is a block"
     ));
 }

@@ -259,15 +259,15 @@ impl Targets {
     pub(crate) fn why_quiet(&self) -> String {
         let modules: Vec<&str> = self.files().map(|object| object.module.as_str()).collect();
         format!(
-            "memleak: no allocation or free yet: the process may be idle, or allocate by functions \
-             other than those of {} (name its allocator with -O and -S)",
+            "memleak: no allocation or free yet: the process may be idle, or allocate by functions other than {}'s (specify its allocator with -O and \
+             -S)",
             modules.join(", ")
         )
     }
 }
 
 /// Returns the running processes that the options describe, and the code of all processes. Processes without an
-/// allocator that can be probed are left out.
+/// allocator that can be probed are omitted.
 fn matching(args: &Args) -> Result<(Vec<TracedProcess>, TracedCode)> {
     let pids = match &args.cgroup {
         Some(folder) => cgroup::processes_below(folder)?,

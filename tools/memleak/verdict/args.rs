@@ -43,20 +43,20 @@ const CONFLICTS: [&str; 24] = [
 pub(crate) struct VerdictArgs {
     /// Show which traced blocks are unreachable, by stack
     ///
-    /// The verdict on the process of -p is at each INTERVAL, on the command of -c at its exit. It also shows what holds
-    /// the other blocks.
+    /// The process of -p is checked at each INTERVAL, the command of -c at its exit. It also shows what references the
+    /// other blocks.
     #[arg(long, conflicts_with_all = CONFLICTS, conflicts_with_all = ["diff", "show_allocs", "python_objects"])]
     pub(crate) verdict: bool,
 
     /// Also show reachable blocks that are not accessed
     ///
-    /// The accesses are watched for SECONDS before each verdict. Pages that were not accessed are first in the list.
+    /// Accesses are monitored for SECONDS before each verdict. Pages that were not accessed are first in the list.
     #[arg(hide_short_help = true, long, value_name = "SECONDS", value_parser = parse::seconds, requires = "verdict")]
     pub(crate) idle: Option<Duration>,
 
     /// Also show what references a block
     ///
-    /// The question is an address (0x...), a type, a size, or a function that has allocated blocks.
+    /// Blocks are selected by address (0x...), type, size, or the function that allocated them.
     #[arg(
         hide_short_help = true,
         long,
@@ -65,9 +65,9 @@ pub(crate) struct VerdictArgs {
     )]
     pub(crate) why: Vec<String>,
 
-    /// Only sum up blocks that match this file
+    /// Ignore leaks that match this Valgrind suppression file
     ///
-    /// The file has the format of suppressions of valgrind.
+    /// Only the sum of these leaks is printed.
     #[arg(
         hide_short_help = true,
         long,
@@ -130,7 +130,7 @@ impl VerdictArgs {
             ([_], None, Some(interval)) | ([], Some(_), Some(interval)) => {
                 if self.idle.is_some_and(|idle| idle > interval) {
                     return refuse(
-                        "--idle watches the last part of INTERVAL: INTERVAL has to be as long, or longer".into(),
+                        "--idle monitors the last part of INTERVAL: INTERVAL has to be as long, or longer".into(),
                     );
                 }
                 let count = args.count;

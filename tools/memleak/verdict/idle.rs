@@ -52,7 +52,7 @@ impl<'a> IdleWatch<'a> {
         let watch = Watch::begin(process)?;
         let (pid, seconds) = (process.pid(), time.as_secs_f64());
         eprintln!(
-            "memleak: which memory process {pid} uses is watched for the last {seconds:.1} s before a verdict"
+            "memleak: monitoring accesses of process {pid} for the last {seconds:.1} s before a verdict"
         );
         Ok(Some(Self {
             process,

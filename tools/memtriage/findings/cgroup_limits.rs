@@ -10,7 +10,7 @@ use crate::who::Culprit;
 const MAX_CGROUPS: usize = 3;
 
 /// Judges the cgroups with a limit. Look: a cgroup uses nine tenths of its limit. Act: between the two looks, it hit
-/// the limit ten times a second, or a process of it was killed. Each such cgroup is a finding, the worst first.
+/// the limit ten times per second, or a process of it was killed. Each such cgroup is a finding, the worst first.
 pub(super) fn judge(evidence: &Evidence<'_>) -> Vec<Judgement> {
     let groups = &evidence.now.groups;
     let limited = &groups.limited;
@@ -48,7 +48,7 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
         .max(level_from_thresholds(hits, f64::INFINITY, 10.0))
         .max(level_from_thresholds(kills as f64, f64::INFINITY, 1.0));
     let mut text = format!(
-        "{} uses {:.0} % of its {}, and hits that limit {hits:.0} times a second",
+        "{} uses {:.0} % of its {}, and hits that limit {hits:.0} times per second",
         group.path,
         group.percent(),
         size(group.limit)

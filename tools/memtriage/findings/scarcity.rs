@@ -45,7 +45,7 @@ pub(super) fn oom_kills(evidence: &Evidence<'_>) -> Judgement {
 /// Judges the rate at which available memory shrinks. Act: all is used in half a minute. Look: in two minutes. If
 /// nearly all is used already, changes of less than a hundredth of memory are noise.
 pub(super) fn running_out(evidence: &Evidence<'_>) -> Judgement {
-    // MemAvailable leaves out the pages in lists of CPUs, which are taken first.
+    // MemAvailable omits the pages in lists of CPUs, which are taken first.
     let available = |look: &Snapshot| {
         look.memory.get_or_zero("MemAvailable")
             + look.accounting.part(FREE_IN_LISTS).unwrap_or_default()
@@ -96,7 +96,7 @@ pub(super) fn available(evidence: &Evidence<'_>) -> Judgement {
 /// in a twentieth.
 pub(super) fn pressure(evidence: &Evidence<'_>) -> Judgement {
     let Some(pressure) = evidence.one_shot.pressure else {
-        let text = "this kernel tells no memory pressure (CONFIG_PSI, psi=1)".into();
+        let text = "this kernel does not provide memory pressure (CONFIG_PSI, psi=1)".into();
         return (Level::Healthy, text, "".into());
     };
     let level = level_from_thresholds(pressure.some.avg10, 10.0, f64::INFINITY).max(
@@ -114,21 +114,21 @@ pub(super) fn pressure(evidence: &Evidence<'_>) -> Judgement {
     (level, text, next)
 }
 
-/// Judges direct reclaim. Look: a task has to reclaim memory itself once a second. Act: a hundred times.
+/// Judges direct reclaim. Look: a task has to reclaim memory itself once per second. Act: a hundred times.
 pub(super) fn direct_reclaim(evidence: &Evidence<'_>) -> Judgement {
     let rate = evidence.rate_of_prefix("allocstall");
-    let text = format!("tasks had to reclaim memory themselves {rate:.0} times a second");
+    let text = format!("{rate:.0} direct reclaims per second");
     let next = Next::from("drsnoop -d 10").with_culprit(Culprit::Reclaimers);
     (level_from_thresholds(rate, 1.0, 100.0), text, next)
 }
 
-/// Judges reads from swap. Look: a hundred pages a second are read back from swap. Act: a thousand.
+/// Judges reads from swap. Look: a hundred pages per second are read back from swap. Act: a thousand.
 pub(super) fn swap_in(evidence: &Evidence<'_>) -> Judgement {
     let (read, written) = (evidence.swap_ins(), evidence.swap_outs());
-    let mut text = format!("{read:.0} pages/s are read back from swap, {written:.0} written");
+    let mut text = format!("{read:.0} pages/s are swapped in, {written:.0} out");
     if let Some((most, faults)) = evidence.fastest_by(|usage| usage.major_faults) {
         text += &format!(
-            "; most by {} (pid {}), which waits {faults:.0} times a second",
+            "; most by {} (pid {}), which waits {faults:.0} times per second",
             most.comm, most.pid
         );
     }
@@ -162,7 +162,7 @@ pub(super) fn swap_full(evidence: &Evidence<'_>) -> Judgement {
     (level_from_thresholds(share, 90.0, 98.0), text, next)
 }
 
-/// Judges refaults. Look: a thousand pages a second are read again that were dropped lately. Act: ten thousand, while
+/// Judges refaults. Look: a thousand pages per second are read again that were dropped lately. Act: ten thousand, while
 /// less than a quarter of memory is free.
 pub(super) fn refaults(evidence: &Evidence<'_>) -> Judgement {
     const PLENTY: f64 = 25.0;
@@ -201,10 +201,10 @@ pub(super) fn refaults(evidence: &Evidence<'_>) -> Judgement {
     (level, text, "vmscan -k -d 10".into())
 }
 
-/// Judges compaction. Look: a task had to compact memory for a large page once a second. Act: a hundred times.
+/// Judges compaction. Look: a task had to compact memory for a large page once per second. Act: a hundred times.
 pub(super) fn compaction(evidence: &Evidence<'_>) -> Judgement {
     let rate = evidence.rate("compact_stall");
-    let text = format!("tasks waited for compaction {rate:.0} times a second");
+    let text = format!("tasks waited for compaction {rate:.0} times per second");
     (
         level_from_thresholds(rate, 1.0, 100.0),
         text,

@@ -175,7 +175,7 @@ pub(crate) struct ReportFolder {
 }
 
 impl ReportFolder {
-    /// Sets the folder for reports and the number of reports that are kept. `container`: whether their text shows
+    /// Sets the directory for reports and the number of reports that are kept. `container`: whether their text shows
     /// containers.
     pub(crate) fn into(folder: PathBuf, keep: usize, container: bool) -> Self {
         Self {
@@ -306,7 +306,7 @@ mod tests {
 
     #[test]
     fn only_reports_are_removed_and_the_oldest_first() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a directory");
         let names = [
             "oom-20261124T080910-4242.txt",
             "oom-20261124T080910-4242.json",

@@ -77,7 +77,7 @@ impl Tracing {
     /// Starts oomkill, and takes the first look at the processes.
     ///
     /// # Errors
-    /// If oomkill cannot be run, or there is no folder for the tools' profiles.
+    /// If oomkill cannot be run, or there is no directory for the tools' profiles.
     pub(crate) fn start(place: OomDomain) -> Result<Self> {
         let mut tracing = Self::beside(Kills::start()?, place)?;
         tracing.look();
@@ -94,7 +94,7 @@ impl Tracing {
             fallen_back: Vec::new(),
             now: Processes::default(),
             before: Processes::default(),
-            folder: tempfile::tempdir().context("failed to make a folder for profiles")?,
+            folder: tempfile::tempdir().context("failed to create a directory for profiles")?,
             started: 0,
         })
     }
@@ -381,7 +381,7 @@ mod tests {
             folder: None,
         };
         let kills = Kills::of(shell("true"));
-        let mut tracing = Tracing::beside(kills, place).expect("a folder");
+        let mut tracing = Tracing::beside(kills, place).expect("a directory");
         let usage = ProcessUsage {
             pid: 7,
             ..ProcessUsage::default()

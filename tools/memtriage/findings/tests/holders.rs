@@ -98,7 +98,7 @@ fn cgroups_that_were_left_out_are_told() {
     let limits = limits.expect("it is judged");
     assert_eq!(
         limits.evidence,
-        "0 cgroups have a limit, and none is near it; cgroups beyond the first 20000 are not looked at"
+        "0 cgroups have a limit, and none is near it; cgroups beyond the first 20000 are not examined"
     );
 }
 

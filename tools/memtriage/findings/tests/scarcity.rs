@@ -90,7 +90,7 @@ fn who_waits_for_swap_is_named() {
     machine.expect(
         "swap-in",
         Level::Act,
-        "; most by eater (pid 4242), which waits 997 times a second",
+        "; most by eater (pid 4242), which waits 997 times per second",
         "swapin -s -d 10",
     );
 }
