@@ -165,7 +165,7 @@ fn a_kill_is_found() -> Result<()> {
     ensure!(evidence.contains("hog (pid "), "{evidence}");
     // Another test's process may be killed after this one.
     let is_ours = evidence.ends_with("; /memtools-triage-kill was at its limit");
-    let cgroup = format!("memtriage --cgroup {}", group.path().display());
+    let cgroup = format!("memtriage --cgroup {}", group.path());
     ensure!(!is_ours || next == cgroup, "{evidence}: {next}");
     ensure!(evidence.ends_with(" was at its limit"), "{evidence}");
     ensure!(ended.status.code() == Some(3), "{ended:?}");
