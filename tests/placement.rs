@@ -162,7 +162,7 @@ impl Disassembly {
     /// Returns the first instruction of a function that kernels emulate, if it is certain to be reached.
     fn cheap_place(&self, entry: u64) -> Option<u64> {
         let lines = self.lines.range(entry..);
-        let mut reached = lines.take_while(|(_, line)| !line.dereferences());
+        let reached = lines.take_while(|(_, line)| !line.dereferences());
         reached.map(|(at, _)| *at).find(|at| self.is_cheap_at(*at))
     }
 }
