@@ -239,7 +239,7 @@ pub fn warn_if_interval_is_pid(interval: Option<Duration>, named: &[u32]) {
 /// Returns the process whose id is the number of seconds of an interval, if that process runs a program and is not
 /// init. An interval of minutes is as likely as a process, unless -p names others.
 fn meant_pid(interval: Duration, named: &[u32]) -> Option<u32> {
-    const UNLIKELY: Duration = Duration::from_mins(5);
+    const UNLIKELY: Duration = Duration::from_secs(300);
     let pid = u32::try_from(interval.as_secs()).ok()?;
     let is_whole = interval.subsec_nanos() == 0;
     let is_unlikely = !named.is_empty() || interval > UNLIKELY;
