@@ -33,7 +33,8 @@ static __always_inline struct file *file_of_fd(int fd)
 	return file;
 }
 
-/* Copies the file's name without its directories. Returns its length in bytes with the NUL, or 0. */
+/* Copies the file's name without its directories. Returns its length in bytes with the NUL, or 0.
+ */
 static __always_inline __u32 file_name(struct file *file, char name[FILE_NAME_BYTES])
 {
 	const unsigned char *from = BPF_CORE_READ(file, f_path.dentry, d_name.name);

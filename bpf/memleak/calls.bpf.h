@@ -235,7 +235,8 @@ static __always_inline void allocated(struct pt_regs *ctx, struct thread *thread
 		block_allocated(address, thread, stack_of_caller_at_return(ctx), use_table);
 }
 
-/* Fills the record of a thread for a slot that it takes. Returns 1 if the options request the slot. */
+/* Fills the record of a thread for a slot that it takes. Returns 1 if the options request the slot.
+ */
 static __noinline int take_slot(struct thread *thread, __u64 slot)
 {
 	__u64 pool = slot & ~(POOL_BYTES - 1);

@@ -8,9 +8,9 @@
  * The test is a constant after relocation, so the verifier never sees a branch whose helpers are
  * missing.
  *
- * Another architecture has a file of this name in a directory of its own, with the same functions and
- * structs. A function that is both inline and __noinline is called where it is used, and causes no
- * warning where it is not.
+ * Another architecture has a file of this name in a directory of its own, with the same functions
+ * and structs. A function that is both inline and __noinline is called where it is used, and causes
+ * no warning where it is not.
  */
 #ifndef MEMTOOLS_ARCH_REGISTERS_BPF_H
 #define MEMTOOLS_ARCH_REGISTERS_BPF_H
