@@ -222,6 +222,10 @@ impl<'a> Parser<'a> {
             let base = self.type_()?;
             return Some(self.format("construction vtable for #0-in-#1", "", vec![base, derived]));
         }
+        if self.eat("GI") {
+            let module = self.module()?;
+            return Some(self.text(format!("initializer for module {module}")));
+        }
         if self.eat("GR") {
             let (of, _) = self.name()?;
             let number = match self.eat("_") {

@@ -86,11 +86,15 @@ fn shown(name: &str) -> &str {
 
 #[test]
 fn libstdcxx_as_cxxfilt_has_it() {
-    let file = Command::new("g++")
+    let file = Command::new("gcc")
         .arg("-print-file-name=libstdc++.so.6")
         .output()
-        .expect("g++ is installed");
+        .expect("gcc is installed");
     let file = String::from_utf8(file.stdout).expect("a path");
+    if !file.starts_with('/') {
+        eprintln!("not run: no libstdc++.so.6 is installed");
+        return;
+    }
     let symbols = Command::new("nm")
         .args([
             "-D",
@@ -117,6 +121,8 @@ fn libstdcxx_as_cxxfilt_has_it() {
 
 /// Names of many kinds, as GCC and Clang mangle them.
 const KINDS: &[&str] = &[
+    "_ZGIW3std",
+    "_ZGIW3stdW6compatWP4part",
     // std::make_shared and std::make_unique, with and without arguments
     "_ZSt11make_sharedINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEEJRA2_KcEESt10shared_ptrINSt9enable_ifIXntsrSt8is_arrayIT_E5valueES9_E4typeEEDpOT0_",
     "_ZSt11make_uniqueI5ShapeJEENSt8__detail9_MakeUniqIT_E15__single_objectEDpOT0_",

@@ -194,6 +194,20 @@ impl<'a> Parser<'a> {
         }))
     }
 
+    /// Reads the name of a module, such as `a.b:partition`.
+    pub(super) fn module(&mut self) -> Option<String> {
+        let mut name = String::new();
+        while self.eat("W") {
+            if self.eat("P") {
+                name.push(':');
+            } else if !name.is_empty() {
+                name.push('.');
+            }
+            name.push_str(self.source_text()?);
+        }
+        Some(name).filter(|name| !name.is_empty())
+    }
+
     fn binding(&mut self) -> Option<Id> {
         let mut names = Vec::new();
         while !self.eat("E") {
