@@ -1,4 +1,5 @@
-//! jemalloc's map from pages to extents: a table of leaves, each with an element for every page of 1 GB.
+//! jemalloc's map from pages to extents: a table of leaves, each with an element for every page of 1 GB, or, if
+//! jemalloc was built on a CPU with five levels of page tables, a table of tables of smaller leaves.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashSet};
@@ -9,21 +10,93 @@ use crate::heap::page_index::PAGE;
 
 use super::{Fuel, Inconsistency, MAX_BROKEN, MAX_TRIES, SIZES};
 
-/// Size of a leaf, and of the part of the table that is for user programs, in bytes.
-pub(super) const LEAF: u64 = 8 << 18;
-const TABLE: u64 = 8 << 17;
-/// Number of address bits that a leaf covers.
-const LEAF_BITS: u32 = 30;
+/// Number of address bits of user programs.
+const USER_BITS: u32 = 47;
+
+/// Layout of a map. jemalloc's build determines it by the number of address bits of the CPU.
+#[derive(Debug, Clone, Copy)]
+struct Layout {
+    /// Number of address bits that a leaf covers.
+    leaf_bits: u32,
+    /// Size of an element of a leaf, in bytes.
+    element: u64,
+    /// Number of address bits that a table of leaves covers, if the first table is one of such tables.
+    inner_bits: Option<u32>,
+}
+
+/// The layouts for 48 bits, and for 57, as in Debian 13's package. There, the size class does not fit into an element's
+/// first word, and has a second one.
+const LAYOUTS: [Layout; 2] = [
+    Layout {
+        leaf_bits: 30,
+        element: 8,
+        inner_bits: None,
+    },
+    Layout {
+        leaf_bits: 27,
+        element: 16,
+        inner_bits: Some(42),
+    },
+];
+
+impl Layout {
+    fn leaf_bytes(self) -> u64 {
+        self.element << (self.leaf_bits - PAGE.trailing_zeros())
+    }
+
+    /// Returns the size of the part of the first table that is for user programs, in bytes.
+    fn table_bytes(self) -> u64 {
+        8 << (USER_BITS - self.entry_bits())
+    }
+
+    /// Returns the size of what an entry of the first table refers to.
+    fn entry_bytes(self) -> u64 {
+        match self.inner_bits {
+            Some(bits) => 8 << (bits - self.leaf_bits),
+            None => self.leaf_bytes(),
+        }
+    }
+
+    /// Returns the number of address bits that an entry of the first table covers.
+    fn entry_bits(self) -> u32 {
+        self.inner_bits.unwrap_or(self.leaf_bits)
+    }
+
+    /// Returns the elements of a leaf: the address of the element, the number of its page within the leaf, and its first
+    /// word.
+    fn elements(self, image: &Image, leaf: u64) -> impl Iterator<Item = (u64, u64, u64)> {
+        let words = image.words(leaf..leaf + self.leaf_bytes());
+        let first = words.filter(move |(at, _)| (at - leaf).is_multiple_of(self.element));
+        first.map(move |(at, word)| (at, (at - leaf) / self.element, word))
+    }
+
+    /// Returns the entries that lead to leaves below an entry of the first table: the address of the entry, the address
+    /// that its leaf begins to cover, and the leaf's address.
+    fn leaves(self, image: &Image, at: u64, begins: u64, entry: u64) -> Vec<(u64, u64, u64)> {
+        let bytes = self.entry_bytes();
+        // An entry that refers to no table is passed on, as one that refers to no leaf.
+        if self.inner_bits.is_none() || !may_be_structure(image, entry, bytes) {
+            return vec![(at, begins, entry)];
+        }
+        let entries = image.words(entry..entry + bytes);
+        let entries = entries.filter(|(_, leaf)| *leaf != 0);
+        let covered = |at: u64| begins + (((at - entry) / 8) << self.leaf_bits);
+        entries.map(|(at, leaf)| (at, covered(at), leaf)).collect()
+    }
+}
+
 /// Largest number of elements that are looked at to recognise a leaf.
 const LOOKED_AT: usize = 16;
 /// Offset of the bitmap in an extent's description.
 pub(super) const BITMAP: u64 = 64;
 
-/// Page map: the address of its table, and its leaves.
+/// Page map.
 #[derive(Debug)]
 pub(super) struct Map {
-    table: u64,
-    pub(super) leaves: Vec<u64>,
+    layout: Layout,
+    /// Entries that lead to leaves, each with the address of the entry, the address that its leaf begins to cover, and
+    /// the leaf's address, which may be invalid.
+    entries: Vec<(u64, u64, u64)>,
 }
 
 /// Extent: memory that jemalloc has set apart for one use.
@@ -126,16 +199,26 @@ fn is_element(word: u64) -> bool {
 impl Map {
     /// Finds the maps whose tables may be in these data. The one on whose table's address most leaves agree is first.
     pub(super) fn all(image: &Image, data: &Range<u64>, fuel: &mut Fuel) -> Vec<Self> {
+        let of_layouts = LAYOUTS.into_iter();
+        of_layouts
+            .flat_map(|layout| Self::of_layout(image, data, layout, fuel))
+            .collect()
+    }
+
+    fn of_layout(image: &Image, data: &Range<u64>, layout: Layout, fuel: &mut Fuel) -> Vec<Self> {
         let mut votes: BTreeMap<u64, usize> = BTreeMap::new();
         let mut looked_at = HashSet::new();
-        for (at, leaf) in image.words(data.clone()) {
-            if !may_be_leaf(image, leaf) || !looked_at.insert(leaf) {
+        for (at, entry) in image.words(data.clone()) {
+            let leads = may_be_structure(image, entry, layout.entry_bytes());
+            if !leads || !looked_at.insert(entry) {
                 continue;
             }
-            let Some(gigabyte) = covers(image, leaf, fuel) else {
-                continue;
-            };
-            let table = at.checked_sub(8 * gigabyte);
+            let leaves = layout.leaves(image, at, 0, entry).into_iter();
+            let covered = leaves
+                .take(LOOKED_AT)
+                .find_map(|(_, _, leaf)| covers(image, leaf, layout, fuel));
+            let number = covered.map(|address| address >> layout.entry_bits());
+            let table = number.and_then(|number| at.checked_sub(8 * number));
             if let Some(table) = table.filter(|table| data.contains(table)) {
                 *votes.entry(table).or_default() += 1;
             }
@@ -143,17 +226,32 @@ impl Map {
         let mut tables: Vec<_> = votes.into_iter().collect();
         tables.sort_by_key(|&(table, leaves)| Reverse((leaves, table)));
         let tables = tables.into_iter().take(MAX_TRIES);
-        tables.map(|(table, _)| Self::at(image, table)).collect()
+        tables
+            .map(|(table, _)| Self::at(image, table, layout))
+            .collect()
     }
 
     /// Makes the map with this table.
-    fn at(image: &Image, table: u64) -> Self {
-        let leaves = image
-            .words(table..table + TABLE)
-            .map(|(_, leaf)| leaf)
-            .filter(|&leaf| may_be_leaf(image, leaf))
-            .collect();
-        Self { table, leaves }
+    fn at(image: &Image, table: u64, layout: Layout) -> Self {
+        let entries = image.words(table..table + layout.table_bytes());
+        let entries = entries.filter(|(_, entry)| *entry != 0);
+        let covered = |at: u64| ((at - table) / 8) << layout.entry_bits();
+        Self {
+            layout,
+            entries: entries
+                .flat_map(|(at, entry)| layout.leaves(image, at, covered(at), entry))
+                .collect(),
+        }
+    }
+
+    /// Returns the memory of the leaves.
+    pub(super) fn leaves(&self, image: &Image) -> Vec<Range<u64>> {
+        let leaves = self.entries.iter().map(|&(.., leaf)| leaf);
+        let bytes = self.layout.leaf_bytes();
+        leaves
+            .filter(|&leaf| may_be_structure(image, leaf, bytes))
+            .map(|leaf| leaf..leaf + bytes)
+            .collect()
     }
 
     /// Returns all extents, by the addresses of their descriptions.
@@ -164,16 +262,12 @@ impl Map {
         broken: &mut Vec<Inconsistency>,
     ) -> BTreeMap<u64, Extent> {
         let mut extents: BTreeMap<u64, Extent> = BTreeMap::new();
-        for (at, leaf) in image.words(self.table..self.table + TABLE) {
-            if leaf == 0 {
-                continue;
-            }
-            if !may_be_leaf(image, leaf) {
+        for &(at, begins, leaf) in &self.entries {
+            if !may_be_structure(image, leaf, self.layout.leaf_bytes()) {
                 broken.push(("the page map refers to no leaf".into(), Some(at)));
                 continue;
             }
-            let begins = ((at - self.table) / 8) << LEAF_BITS;
-            for (at, element) in image.words(leaf..leaf + LEAF) {
+            for (at, number, element) in self.layout.elements(image, leaf) {
                 if !fuel.burn(1) {
                     return extents;
                 }
@@ -181,7 +275,7 @@ impl Map {
                 if edata == 0 {
                     continue;
                 }
-                let page = begins + (at - leaf) / 8 * PAGE;
+                let page = begins + number * PAGE;
                 let known = extents.get(&edata).copied();
                 let extent = known.or_else(|| Extent::read(image, edata));
                 match extent.filter(|extent| extent.range().contains(&page)) {
@@ -206,21 +300,25 @@ impl Map {
     }
 }
 
-/// Whether a leaf may be at an address: enough private memory follows.
-fn may_be_leaf(image: &Image, leaf: u64) -> bool {
-    leaf != 0
-        && leaf.is_multiple_of(64)
-        && leaf >> 47 == 0
-        && image.area(leaf).is_some_and(|area| {
-            area.writable && area.is_private_anonymous() && area.mapping.range.end - leaf >= LEAF
+/// Whether a table or a leaf of this size may be at an address: enough private memory follows.
+fn may_be_structure(image: &Image, address: u64, bytes: u64) -> bool {
+    address != 0
+        && address.is_multiple_of(64)
+        && address >> USER_BITS == 0
+        && image.area(address).is_some_and(|area| {
+            let left = area.mapping.range.end - address;
+            area.writable && area.is_private_anonymous() && left >= bytes
         })
 }
 
-/// Returns the number of the gigabyte that a leaf covers; None if there is no leaf at the address. A leaf is
-/// recognised by an element that refers to an extent with the element's page.
-fn covers(image: &Image, leaf: u64, fuel: &mut Fuel) -> Option<u64> {
+/// Returns the address that a leaf begins to cover; None if there is no leaf at the address. A leaf is recognised by an
+/// element that refers to an extent with the element's page.
+fn covers(image: &Image, leaf: u64, layout: Layout, fuel: &mut Fuel) -> Option<u64> {
+    if !may_be_structure(image, leaf, layout.leaf_bytes()) {
+        return None;
+    }
     let mut looked_at = 0;
-    for (at, element) in image.words(leaf..leaf + LEAF) {
+    for (_, number, element) in layout.elements(image, leaf) {
         if !fuel.burn(1) || !is_element(element) {
             return None;
         }
@@ -229,9 +327,8 @@ fn covers(image: &Image, leaf: u64, fuel: &mut Fuel) -> Option<u64> {
             continue;
         }
         let extent = Extent::read(image, edata)?;
-        let page = (at - leaf) / 8 * PAGE;
-        let begins = extent.range().start >> LEAF_BITS;
-        if extent.range().contains(&((begins << LEAF_BITS) + page)) {
+        let begins = extent.range().start >> layout.leaf_bits << layout.leaf_bits;
+        if extent.range().contains(&(begins + number * PAGE)) {
             return Some(begins);
         }
         looked_at += 1;

@@ -142,13 +142,14 @@ pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
     });
     for (file, data, map) in maps.take(MAX_TRIES) {
         // A word outside of the table that refers to a leaf looks like a part of another table.
-        if map.leaves.iter().any(|leaf| known.contains(leaf)) {
+        let leaves = map.leaves(image);
+        if leaves.iter().any(|leaf| known.contains(&leaf.start)) {
             continue;
         }
         let Some((found, part)) = walk_map(image, file, &data, &map, &mut walking) else {
             continue;
         };
-        known.extend(map.leaves);
+        known.extend(leaves.iter().map(|leaf| leaf.start));
         parts.push(part);
         heap = Some(match heap {
             Some(heap) => heap.joined(found),
@@ -218,8 +219,7 @@ fn walk_map(
     }
     let mut heap = heap(&extents, &regions, broken);
     let own = own.into_iter().map(|window| window..window + BASE_BLOCK);
-    let leaves = map.leaves.iter().map(|&leaf| leaf..leaf + map::LEAF);
-    heap.structures = blocks::merged(own.chain(leaves).collect());
+    heap.structures = blocks::merged(own.chain(map.leaves(image)).collect());
     heap.allocators = vec![Allocator {
         name: "jemalloc (5.3)".into(),
         file: file.to_vec(),

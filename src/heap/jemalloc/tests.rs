@@ -10,6 +10,7 @@ const DATA: u64 = 0x7f00_0000_0000;
 /// The page map's table, and its one leaf.
 const TABLE: u64 = DATA + 0x1000;
 const LEAF: u64 = 0x7e00_0040_0000;
+const LEAF_BYTES: u64 = 2 << 20;
 /// Memory that jemalloc takes for itself: extents' descriptions, and an arena.
 const OWN_MEMORY: u64 = 0x7e00_0000_0000;
 const ARENA: u64 = OWN_MEMORY + 0x1_0000;
@@ -46,7 +47,7 @@ fn heap() -> ImageBuilder {
         "rw-p 00000000 fe:00 7 /lib/libjemalloc.so.2",
     );
     made.map(OWN_MEMORY..OWN_MEMORY + 0x20_0000, "rw-p 00000000 00:00 0 ");
-    made.map(LEAF..LEAF + map::LEAF, "rw-p 00000000 00:00 0 ");
+    made.map(LEAF..LEAF + LEAF_BYTES, "rw-p 00000000 00:00 0 ");
     made.map(MEMORY..MEMORY + 0x20_0000, "rw-p 00000000 00:00 0 ");
     made.put(TABLE + 8 * (MEMORY >> 30), LEAF);
     extent(&mut made, SLAB, 4 << 28 | CLASS << 20 | 1 << 12, 0..1, true);
@@ -119,6 +120,41 @@ fn a_whole_heap_has_its_blocks_and_what_is_free() {
     assert_eq!(usage.arenas[&(0, 0)].address, ARENA);
     let class = usage.classes[&64];
     assert_eq!((class.in_use.count, class.free.count), (58, 6));
+}
+
+/// The same heap as a jemalloc has it that was built for 57 address bits: between the table and the leaf is another
+/// table, and elements have two words.
+#[test]
+fn a_map_of_three_levels_leads_to_the_same_blocks() {
+    const INNER: u64 = LEAF + LEAF_BYTES;
+    // Behind the array of arenas, in which only arenas are.
+    const OUTER: u64 = DATA + 0x10_0000;
+    let mut made = heap();
+    made.put(TABLE + 8 * (MEMORY >> 30), 0);
+    let elements = [(0, SLAB), (1, LISTS), (8, LISTS), (9, IDLE), (19, IDLE)];
+    for (page, _) in elements {
+        made.put(LEAF + 8 * ((MEMORY >> 12 & 0x3ffff) + page), 0);
+    }
+    made.map(INNER..INNER + (256 << 10), "rw-p 00000000 00:00 0 ");
+    made.put(OUTER + 8 * (MEMORY >> 42), INNER);
+    made.put(INNER + 8 * (MEMORY >> 27 & 0x7fff), LEAF);
+    for (page, edata) in elements {
+        let element = LEAF + 16 * ((MEMORY >> 12 & 0x7fff) + page);
+        made.put(element, edata);
+        made.put(element + 8, CLASS << 5 | 1);
+    }
+    let (found, _) = walk(&made.image()).expect("a heap");
+    let (expected, _) = walk(&heap().image()).expect("a heap");
+    assert_eq!(found.coverage, Coverage::Complete);
+    assert_eq!(found.blocks(), expected.blocks());
+    assert_eq!(found.free, expected.free);
+    // An entry that refers to no table.
+    made.put(OUTER, DATA);
+    let (broken, _) = walk(&made.image()).expect("a heap");
+    assert!(
+        matches!(broken.coverage, Coverage::Incomplete { .. }),
+        "{broken:?}"
+    );
 }
 
 /// Distance between two heaps: 64 elements of the page map's table.
