@@ -287,8 +287,11 @@ impl Process {
         } else {
             reader::read_file(self.pid, "maps", usize::MAX)
         };
-        let maps =
-            maps.with_context(|| format!("failed to read the mappings of process {}", self.pid))?;
+        let maps = match maps {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Err(self.has_exited()),
+            maps => maps
+                .with_context(|| format!("failed to read the mappings of process {}", self.pid))?,
+        };
         Ok(Mapping::parse_list(&maps).collect())
     }
 

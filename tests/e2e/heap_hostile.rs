@@ -250,7 +250,7 @@ fn what_exits_has_no_verdict() -> Result<()> {
         workload.finish()?;
         let ended = tool.wait()?;
         let is_gone = ended.status.code() == Some(1)
-            && [" has exited", "no such process", "No such process"]
+            && [" has exited", "no process has PID", "No such process"]
                 .iter()
                 .any(|says| ended.stderr.contains(says));
         gone += u32::from(is_gone);

@@ -23,6 +23,7 @@ mod tries;
 
 use std::convert::Infallible;
 use std::fs;
+use std::io::ErrorKind;
 use std::panic;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -346,6 +347,10 @@ impl Request<'_> {
     fn image(&self, mut copied: Copied, buffers: CopyBuffers) -> Result<Image> {
         let pid = self.process.pid();
         self.process.expect_running()?;
+        // The memory of a process that is killed is gone before the process has exited.
+        if copied.unread > 0 {
+            areas(pid)?;
+        }
         if let (Some(watch), Some(pages)) = (self.idle, &mut copied.idle) {
             pages.reclaim_scanned = watch.reclaim_scanned();
         }
@@ -515,8 +520,12 @@ fn available() -> u64 {
 /// # Errors
 /// If the process has exited or does not answer, or if its mappings may not be read.
 pub fn areas(pid: u32) -> Result<Vec<Area>> {
-    let maps = reader::read_file(proc::living_thread(pid), "maps", MAPS)
-        .with_context(|| format!("failed to read the mappings of process {pid}"))?;
+    let maps = match reader::read_file(proc::living_thread(pid), "maps", MAPS) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return Err(pages::without_memory(pid));
+        }
+        maps => maps.with_context(|| format!("failed to read the mappings of process {pid}"))?,
+    };
     let areas = Area::parse_list(&maps);
     if areas.is_empty() {
         return Err(pages::without_memory(pid));
