@@ -306,9 +306,12 @@ static __noinline __u64 python_introduce(struct python_slot *slot, struct python
 	if (python_pointer(code + 8) != slot->process.code_type)
 		return 0;
 	word = PYTHON_WORD | (word ?: 1) << PYTHON_INSTRUCTION_BITS;
-	if (python_send(slot, word, code))
+	if (python_send(slot, word, code)) {
+		/* clang 19 would keep the word on the stack, which then has more than 48 bytes. */
+		word = *(volatile __u64 *)&((struct python_code *)slot->record)->word;
 		python_keep(bucket, key, word);
-	return word;
+	}
+	return *(volatile __u64 *)&((struct python_code *)slot->record)->word;
 }
 
 static __always_inline struct python_bucket *python_bucket_of(__u64 key)
