@@ -320,8 +320,8 @@ fn its_own_faults_are_left_out_and_told() -> Result<()> {
     let pid = tool.pid();
     let ended = tool.interrupt()?;
     let left_out = |stderr: &str| {
-        let line = stderr.lines().find(|line| line.contains("omitted"))?;
-        let events = line.strip_prefix("faults: omitted ")?;
+        let line = stderr.lines().find(|line| line.contains("ignored"))?;
+        let events = line.strip_prefix("faults: ignored ")?;
         events
             .strip_suffix(" events of its own")?
             .parse::<u64>()
