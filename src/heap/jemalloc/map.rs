@@ -213,10 +213,11 @@ impl Map {
             if !leads || !looked_at.insert(entry) {
                 continue;
             }
-            let leaves = layout.leaves(image, at, 0, entry).into_iter();
-            let covered = leaves
-                .take(LOOKED_AT)
-                .find_map(|(_, _, leaf)| covers(image, leaf, layout, fuel));
+            let leaf = match layout.inner_bits {
+                None => Some(entry),
+                Some(_) => first_of_table(image, entry, layout.entry_bytes(), fuel),
+            };
+            let covered = leaf.and_then(|leaf| covers(image, leaf, layout, fuel));
             let number = covered.map(|address| address >> layout.entry_bits());
             let table = number.and_then(|number| at.checked_sub(8 * number));
             if let Some(table) = table.filter(|table| data.contains(table)) {
@@ -298,6 +299,14 @@ impl Map {
         }
         extents
     }
+}
+
+/// Returns the first entry of a table of leaves. Most words of a program's data lead to other memory, whose first word is
+/// no leaf: so one entry is looked at, not all.
+fn first_of_table(image: &Image, table: u64, bytes: u64, fuel: &mut Fuel) -> Option<u64> {
+    let mut words = image.words(table..table + bytes);
+    let (at, leaf) = words.find(|(_, leaf)| *leaf != 0)?;
+    fuel.burn(1 + (at - table) / PAGE).then_some(leaf)
 }
 
 /// Whether a table or a leaf of this size may be at an address: enough private memory follows.
