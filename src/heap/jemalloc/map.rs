@@ -2,7 +2,7 @@
 //! jemalloc was built on a CPU with five levels of page tables, a table of tables of smaller leaves.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
 
 use crate::heap::image::Image;
@@ -12,6 +12,10 @@ use super::{Fuel, Inconsistency, MAX_BROKEN, MAX_TRIES, SIZES};
 
 /// Number of address bits of user programs.
 const USER_BITS: u32 = 47;
+/// Largest number of elements that are looked at to recognise a leaf.
+const LOOKED_AT: usize = 16;
+/// Offset of the bitmap in an extent's description.
+pub(super) const BITMAP: u64 = 64;
 
 /// Layout of a map. jemalloc's build determines it by the number of address bits of the CPU.
 #[derive(Debug, Clone, Copy)]
@@ -70,33 +74,50 @@ impl Layout {
         first.map(move |(at, word)| (at, (at - leaf) / self.element, word))
     }
 
-    /// Returns the entries that lead to leaves below an entry of the first table: the address of the entry, the address
-    /// that its leaf begins to cover, and the leaf's address.
-    fn leaves(self, image: &Image, at: u64, begins: u64, entry: u64) -> Vec<(u64, u64, u64)> {
-        let bytes = self.entry_bytes();
-        // An entry that refers to no table is passed on, as one that refers to no leaf.
-        if self.inner_bits.is_none() || !may_be_structure(image, entry, bytes) {
-            return vec![(at, begins, entry)];
+    /// Returns the first leaf below an entry of the first table. Most words of a program's data lead to other memory than
+    /// tables: one entry tells them from tables, and costs little.
+    fn first_leaf(self, image: &Image, entry: u64, fuel: &mut Fuel) -> Option<u64> {
+        if self.inner_bits.is_none() {
+            return Some(entry);
         }
-        let entries = image.words(entry..entry + bytes);
-        let entries = entries.filter(|(_, leaf)| *leaf != 0);
-        let covered = |at: u64| begins + (((at - entry) / 8) << self.leaf_bits);
-        entries.map(|(at, leaf)| (at, covered(at), leaf)).collect()
+        let mut words = image.words(entry..entry + self.entry_bytes());
+        let (at, leaf) = words.find(|(_, leaf)| *leaf != 0)?;
+        fuel.burn(1 + (at - entry) / PAGE).then_some(leaf)
     }
 }
 
-/// Largest number of elements that are looked at to recognise a leaf.
-const LOOKED_AT: usize = 16;
-/// Offset of the bitmap in an extent's description.
-pub(super) const BITMAP: u64 = 64;
+/// Entry of a table.
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    at: u64,
+    /// First address that the entry covers.
+    begins: u64,
+    /// Address of what the entry refers to, which may be invalid.
+    to: u64,
+}
+
+/// Returns the entries of a table other than 0. The table covers addresses from `begins` on, and each entry covers this
+/// number of address bits.
+fn entries_of(
+    image: &Image,
+    table: Range<u64>,
+    begins: u64,
+    bits: u32,
+) -> impl Iterator<Item = Entry> {
+    let start = table.start;
+    let entries = image.words(table).filter(|(_, to)| *to != 0);
+    entries.map(move |(at, to)| Entry {
+        at,
+        begins: begins + (((at - start) / 8) << bits),
+        to,
+    })
+}
 
 /// Page map.
 #[derive(Debug)]
 pub(super) struct Map {
     layout: Layout,
-    /// Entries that lead to leaves, each with the address of the entry, the address that its leaf begins to cover, and
-    /// the leaf's address, which may be invalid.
-    entries: Vec<(u64, u64, u64)>,
+    table: u64,
 }
 
 /// Extent: memory that jemalloc has set apart for one use.
@@ -154,7 +175,7 @@ impl Extent {
             state: State::of(bits >> 17 & 7),
         };
         let ends = first.checked_add(extent.bytes)?;
-        (first >= PAGE && extent.bytes > 0 && ends >> 47 == 0).then_some(extent)
+        (first >= PAGE && extent.bytes > 0 && ends >> USER_BITS == 0).then_some(extent)
     }
 
     /// Whether the extent is in use, in whole or in part, by the program or by threads' caches. An extent that a
@@ -193,7 +214,7 @@ fn edata_of(element: u64) -> u64 {
 /// Whether a word can be an element of a leaf.
 fn is_element(word: u64) -> bool {
     const UNUSED: u64 = 0x60;
-    word >> 48 <= SIZES as u64 && word & UNUSED == 0 && edata_of(word) >> 47 == 0
+    word >> 48 <= SIZES as u64 && word & UNUSED == 0 && edata_of(word) >> USER_BITS == 0
 }
 
 impl Map {
@@ -213,11 +234,9 @@ impl Map {
             if !leads || !looked_at.insert(entry) {
                 continue;
             }
-            let leaf = match layout.inner_bits {
-                None => Some(entry),
-                Some(_) => first_of_table(image, entry, layout.entry_bytes(), fuel),
-            };
-            let covered = leaf.and_then(|leaf| covers(image, leaf, layout, fuel));
+            let covered = layout
+                .first_leaf(image, entry, fuel)
+                .and_then(|leaf| covers(image, leaf, layout, fuel));
             let number = covered.map(|address| address >> layout.entry_bits());
             let table = number.and_then(|number| at.checked_sub(8 * number));
             if let Some(table) = table.filter(|table| data.contains(table)) {
@@ -227,32 +246,40 @@ impl Map {
         let mut tables: Vec<_> = votes.into_iter().collect();
         tables.sort_by_key(|&(table, leaves)| Reverse((leaves, table)));
         let tables = tables.into_iter().take(MAX_TRIES);
-        tables
-            .map(|(table, _)| Self::at(image, table, layout))
-            .collect()
+        tables.map(|(table, _)| Self { layout, table }).collect()
     }
 
-    /// Makes the map with this table.
-    fn at(image: &Image, table: u64, layout: Layout) -> Self {
-        let entries = image.words(table..table + layout.table_bytes());
-        let entries = entries.filter(|(_, entry)| *entry != 0);
-        let covered = |at: u64| ((at - table) / 8) << layout.entry_bits();
-        Self {
-            layout,
-            entries: entries
-                .flat_map(|(at, entry)| layout.leaves(image, at, covered(at), entry))
-                .collect(),
-        }
+    /// Returns the entries that refer to leaves. An entry of the first table that should refer to another table, and
+    /// does not, is returned as one that refers to no leaf.
+    fn entries(&self, image: &Image) -> impl Iterator<Item = Entry> {
+        let layout = self.layout;
+        let first = self.table..self.table + layout.table_bytes();
+        let first = entries_of(image, first, 0, layout.entry_bits());
+        first.flat_map(move |entry| {
+            let bytes = layout.entry_bytes();
+            let is_table = layout.inner_bits.is_some() && may_be_structure(image, entry.to, bytes);
+            let table = if is_table {
+                entry.to..entry.to + bytes
+            } else {
+                0..0
+            };
+            let inner = entries_of(image, table, entry.begins, layout.leaf_bits);
+            (!is_table).then_some(entry).into_iter().chain(inner)
+        })
     }
 
-    /// Returns the memory of the leaves.
-    pub(super) fn leaves(&self, image: &Image) -> Vec<Range<u64>> {
-        let leaves = self.entries.iter().map(|&(.., leaf)| leaf);
+    /// Returns the addresses of the leaves.
+    pub(super) fn leaves(&self, image: &Image) -> BTreeSet<u64> {
         let bytes = self.layout.leaf_bytes();
+        let leaves = self.entries(image).map(|entry| entry.to);
         leaves
             .filter(|&leaf| may_be_structure(image, leaf, bytes))
-            .map(|leaf| leaf..leaf + bytes)
             .collect()
+    }
+
+    /// Returns the memory of a leaf.
+    pub(super) fn leaf_range(&self, leaf: u64) -> Range<u64> {
+        leaf..leaf + self.layout.leaf_bytes()
     }
 
     /// Returns all extents, by the addresses of their descriptions.
@@ -263,12 +290,16 @@ impl Map {
         broken: &mut Vec<Inconsistency>,
     ) -> BTreeMap<u64, Extent> {
         let mut extents: BTreeMap<u64, Extent> = BTreeMap::new();
-        for &(at, begins, leaf) in &self.entries {
-            if !may_be_structure(image, leaf, self.layout.leaf_bytes()) {
-                broken.push(("the page map refers to no leaf".into(), Some(at)));
+        for entry in self.entries(image) {
+            // One inconsistency is enough to refuse the heap, and every entry and element could have one.
+            if broken.len() > MAX_BROKEN {
+                return extents;
+            }
+            if !may_be_structure(image, entry.to, self.layout.leaf_bytes()) {
+                broken.push(("the page map refers to no leaf".into(), Some(entry.at)));
                 continue;
             }
-            for (at, number, element) in self.layout.elements(image, leaf) {
+            for (at, number, element) in self.layout.elements(image, entry.to) {
                 if !fuel.burn(1) {
                     return extents;
                 }
@@ -276,7 +307,7 @@ impl Map {
                 if edata == 0 {
                     continue;
                 }
-                let page = begins + number * PAGE;
+                let page = entry.begins + number * PAGE;
                 let known = extents.get(&edata).copied();
                 let extent = known.or_else(|| Extent::read(image, edata));
                 match extent.filter(|extent| extent.range().contains(&page)) {
@@ -285,7 +316,6 @@ impl Map {
                     }
                     None => broken.push(("the page map refers to no extent".into(), Some(at))),
                 }
-                // One inconsistency is enough to refuse the heap, and every element could have one.
                 if broken.len() > MAX_BROKEN {
                     return extents;
                 }
@@ -299,14 +329,6 @@ impl Map {
         }
         extents
     }
-}
-
-/// Returns the first entry of a table of leaves. Most words of a program's data lead to other memory, whose first word is
-/// no leaf: so one entry is looked at, not all.
-fn first_of_table(image: &Image, table: u64, bytes: u64, fuel: &mut Fuel) -> Option<u64> {
-    let mut words = image.words(table..table + bytes);
-    let (at, leaf) = words.find(|(_, leaf)| *leaf != 0)?;
-    fuel.burn(1 + (at - table) / PAGE).then_some(leaf)
 }
 
 /// Whether a table or a leaf of this size may be at an address: enough private memory follows.

@@ -143,13 +143,14 @@ pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
     for (file, data, map) in maps.take(MAX_TRIES) {
         // A word outside of the table that refers to a leaf looks like a part of another table.
         let leaves = map.leaves(image);
-        if leaves.iter().any(|leaf| known.contains(&leaf.start)) {
+        if leaves.iter().any(|leaf| known.contains(leaf)) {
             continue;
         }
-        let Some((found, part)) = walk_map(image, file, &data, &map, &mut walking) else {
+        let Some((found, part)) = walk_map(image, file, &data, (&map, &leaves), &mut walking)
+        else {
             continue;
         };
-        known.extend(leaves.iter().map(|leaf| leaf.start));
+        known.extend(leaves);
         parts.push(part);
         heap = Some(match heap {
             Some(heap) => heap.joined(found),
@@ -165,7 +166,7 @@ fn walk_map(
     image: &Image,
     file: &[u8],
     data: &Range<u64>,
-    map: &Map,
+    (map, leaves): (&Map, &BTreeSet<u64>),
     fuel: &mut Fuel,
 ) -> Option<(Heap, Part)> {
     let mut broken: Vec<Inconsistency> = Vec::new();
@@ -219,7 +220,8 @@ fn walk_map(
     }
     let mut heap = heap(&extents, &regions, broken);
     let own = own.into_iter().map(|window| window..window + BASE_BLOCK);
-    heap.structures = blocks::merged(own.chain(map.leaves(image)).collect());
+    let leaves = leaves.iter().map(|&leaf| map.leaf_range(leaf));
+    heap.structures = blocks::merged(own.chain(leaves).collect());
     heap.allocators = vec![Allocator {
         name: "jemalloc (5.3)".into(),
         file: file.to_vec(),

@@ -122,8 +122,8 @@ fn a_whole_heap_has_its_blocks_and_what_is_free() {
     assert_eq!((class.in_use.count, class.free.count), (58, 6));
 }
 
-/// The same heap as a jemalloc has it that was built for 57 address bits: between the table and the leaf is another
-/// table, and elements have two words.
+/// A jemalloc that was built for 57 address bits has another table between the first one and the leaf, and elements of
+/// two words. The same blocks are found as with 48 bits.
 #[test]
 fn a_map_of_three_levels_leads_to_the_same_blocks() {
     const INNER: u64 = LEAF + LEAF_BYTES;
