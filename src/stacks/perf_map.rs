@@ -142,20 +142,18 @@ impl PerfMap {
         self.insert(start, function);
     }
 
+    /// Adds a function, whose addresses no other has.
     fn insert(&mut self, from: u64, function: Function) {
         self.kept += function.kept();
-        if let Some(old) = self.functions.insert(from, function) {
-            self.kept -= old.kept();
-        }
+        self.functions.insert(from, function);
     }
 
     /// Removes these addresses from the functions that have them.
     fn vacate(&mut self, start: u64, end: u64) {
         while let Some((&from, function)) = self.functions.range(..end).next_back()
             && function.end > start
+            && let Some(function) = self.functions.remove(&from)
         {
-            let function = function.clone();
-            self.functions.remove(&from);
             self.kept -= function.kept();
             if function.end > end {
                 self.insert(end, function.clone());
