@@ -67,7 +67,7 @@ impl ProfileArgs {
         export.prepare(self.diff.as_deref(), target)
     }
 
-    /// Adds to the symbolizer the source lines that these options request, and those of profiles.
+    /// Adds to the symbolizer the source lines that these options request or that exported profiles need.
     ///
     /// # Errors
     /// See [`Symbolizer::with_source`].

@@ -1,4 +1,4 @@
-//! Names by which the lines of this tool, on this machine, since its boot, are told from all others.
+//! Fields that identify the tool, the machine and its boot in each line of JSON.
 
 use std::fs;
 use std::sync::OnceLock;

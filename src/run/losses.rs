@@ -145,8 +145,8 @@ impl Losses {
         Ok(())
     }
 
-    /// Returns the number of losses for each reason, with the reason's name, without those of
-    /// [`Losses::normal_by_reason`].
+    /// Returns the number of losses for each reason, with the reason's name. [`Losses::normal_by_reason`] has the other
+    /// reasons.
     pub fn by_reason(self) -> [(&'static str, u64); 7] {
         [
             ("events", self.events),

@@ -136,8 +136,8 @@ impl Target {
         &self.filter
     }
 
-    /// Creates a symbolizer for what is traced, with the source lines that `profile` and the files of `export` need. Call this before the
-    /// probes are live.
+    /// Creates a symbolizer for what is traced, with the source lines that `profile` and the files of `export` need. Call
+    /// this before the probes are live.
     ///
     /// # Errors
     /// If the kernel's log of mappings cannot be opened, a process has exited, or servers that are to be requested

@@ -27,7 +27,7 @@ const UNIX: &str = "unix:";
 pub struct ServeArgs {
     /// Serve the current report over HTTP
     ///
-    /// It serves a page, a flame graph, profiles as Go programs do, and OpenMetrics. ADDRESS is a port of this
+    /// --serve provides a page, a flame graph, profiles as Go programs do, and OpenMetrics. ADDRESS is a port of this
     /// machine (6060, 127.0.0.1:6060), or unix:PATH.
     #[arg(long, value_name = "ADDRESS", value_parser = parse)]
     pub serve: Option<Address>,

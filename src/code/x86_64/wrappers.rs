@@ -296,7 +296,7 @@ impl State {
         held
     }
 
-    /// Returns the state after a call, which `passed` tells is one of the other function.
+    /// Returns the state after a call. `passed` is whether the other function is called.
     fn after_call(self, passed: bool, passes: Forwarded) -> Self {
         let held = self.held().after_call();
         match (passed, self, passes) {

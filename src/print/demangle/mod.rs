@@ -1,4 +1,4 @@
-//! Names of C++ and Rust functions as they are in the source: those of C++ as c++filt writes them.
+//! Names of C++ and Rust functions as they are in the source. C++ names are written as c++filt writes them.
 //!
 //! A mangled name can refer back to its parts, so that 600 bytes can expand to gigabytes (each parameter's type made of
 //! two of the one before). So the demangled name is cut when it is long enough.

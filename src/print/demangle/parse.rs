@@ -129,7 +129,7 @@ impl<'a> Parser<'a> {
         }))
     }
 
-    /// Returns whether the types of a function begin with what it returns: those of templates, except for constructors,
+    /// Returns whether the types of a function begin with its return type, as in templates other than constructors,
     /// destructors and conversions.
     fn has_return_type(&self, name: Id) -> bool {
         match self.nodes[name as usize] {

@@ -121,7 +121,7 @@ impl<'a> Parser<'a> {
         Some((self.add(Node::Qualified(scope, name)), qualifiers))
     }
 
-    /// Skips the number that tells names within one function from each other.
+    /// Skips the number that distinguishes equal names within one function.
     fn discriminator(&mut self) {
         let start = self.at;
         let read = match self.eat("__") {

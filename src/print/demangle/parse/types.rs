@@ -130,7 +130,7 @@ impl<'a> Parser<'a> {
 
     fn qualified_type(&mut self) -> Option<Id> {
         let qualifiers = self.qualifiers();
-        // Those of a function's type are of the function.
+        // Qualifiers of a function's type belong to the function.
         let is_function = matches!(
             self.text.as_bytes()[self.at..],
             [b'F', ..] | [b'D', b'o' | b'O' | b'w' | b'x', ..]
@@ -225,7 +225,7 @@ impl<'a> Parser<'a> {
     fn parameter_type(&mut self) -> Option<Id> {
         let parameter = self.parameter()?;
         self.substitutions.push(parameter);
-        // The arguments after the type of a conversion are of the conversion.
+        // The arguments after the type of a conversion belong to the conversion.
         match self.in_conversion {
             true => Some(parameter),
             false => self.applied(parameter),
