@@ -138,22 +138,32 @@ fn make(source: &Path, out: &Path, origin: &Origin) -> Result<()> {
 /// Generates the skeleton of an object, which refers to the object: as an array literal the object is a megabyte of
 /// source code, which takes rustc and rustfmt longer than all other code of the skeleton.
 ///
-/// The generator refers to the object by its whole path. A binary has a checksum of each source file, so that the path
-/// would give the same sources other bytes in another folder; the name alone is relative to the skeleton.
+/// Two things that the generator writes are replaced:
+/// - The object's whole path. A binary has a checksum of each source file, so that the path would give the same sources
+///   other bytes in another directory. The name alone is relative to the skeleton.
+/// - The section, which is the same for all objects. A linker keeps or drops a section as a whole, so that a tool would
+///   also carry each object that rustc has compiled together with one that the tool uses.
 fn generate(object: &Path, skeleton: &Path) -> Result<()> {
+    const SECTION: &str = ".bpf.objs";
     SkeletonBuilder::new()
         .obj(object)
         .reference_obj(true)
         .rustfmt("no-rustfmt")
         .generate(skeleton)?;
     let name = object.file_name().context("the object has no name")?;
-    let by_path = fs::read_to_string(skeleton)?;
-    let by_name = by_path.replacen(&format!("{object:?}"), &format!("{name:?}"), 1);
-    ensure!(
-        by_name != by_path,
-        "the generator refers to {object:?} in another way"
-    );
-    fs::write(skeleton, by_name)?;
+    let own_section = format!("{SECTION}.{}", name.display());
+    let mut text = fs::read_to_string(skeleton)?;
+    for (generated, ours) in [
+        (format!("{object:?}"), format!("{name:?}")),
+        (format!("{SECTION:?}"), format!("{own_section:?}")),
+    ] {
+        ensure!(
+            text.matches(&generated).count() == 1,
+            "the generator writes {generated} in another way"
+        );
+        text = text.replace(&generated, &ours);
+    }
+    fs::write(skeleton, text)?;
     Ok(())
 }
 
