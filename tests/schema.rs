@@ -133,10 +133,10 @@ fn json_schema(pages: &BTreeMap<String, String>) -> String {
     let tools: Vec<_> = pages.keys().collect();
     let of_tools = pages.iter().map(|(tool, page)| {
         let entries = entries(tool, page);
-        let names = entries.iter().flat_map(|entry| &entry.names);
-        let types: BTreeSet<_> = names
-            .filter(|name| !FIELDS.contains(&name.as_str()))
-            .collect();
+        let of_types = entries
+            .iter()
+            .filter(|entry| !FIELDS.contains(&&*entry.names.join(" ")));
+        let types: BTreeSet<_> = of_types.flat_map(|entry| &entry.names).collect();
         json!({
             "if": { "properties": { "tool": { "const": tool } } },
             "then": { "properties": { "type": { "enum": types } } },
@@ -176,12 +176,11 @@ fn json_schema(pages: &BTreeMap<String, String>) -> String {
     format!("{schema:#}\n")
 }
 
-/// Entries of the man pages that are fields of several types, not types.
-const FIELDS: [&str; 5] = [
-    "cgroup",
-    "container_id",
-    "kernel_frames",
-    "user_frames",
+/// Entries of the man pages that are fields of several types, not types: the names of each. A field can have the name
+/// of a type (`cgroup` of vmscan).
+const FIELDS: [&str; 3] = [
+    "cgroup container_id",
+    "kernel_frames user_frames",
     "truncated",
 ];
 
