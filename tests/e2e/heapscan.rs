@@ -1,7 +1,9 @@
 //! heapscan's screen, and the privileges that heapscan needs.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -9,7 +11,7 @@ use libtest_mimic::Trial;
 use nix::sys::ptrace;
 use nix::unistd::Pid;
 
-use crate::harness::{self, Tool, ToolOutput, Workload};
+use crate::harness::{self, NotHere, Tool, ToolOutput, Workload};
 
 /// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -134,15 +136,21 @@ fn what_cannot_be_copied_has_a_memory() -> Result<()> {
     workload.work().map(drop)
 }
 
+/// Copies a program to a folder of ours, where each user can execute it. The project's own may lie below a folder that
+/// only its owner can enter.
+fn for_all_users(program: &Path, folder: &Path) -> Result<PathBuf> {
+    let copy = folder.join(program.file_name().context("no name")?);
+    harness::copy(program, &copy)?;
+    for path in [folder, &copy] {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
+    }
+    Ok(copy)
+}
+
 /// Runs a command that ends with heapscan on a workload. Expects that it finds the workload's leak.
 fn expect_a_leak(by: &mut Command, workload: Workload) -> Result<()> {
     let folder = harness::scratch()?;
-    let tool = folder.path().join("heapscan");
-    harness::copy(&harness::tool("heapscan"), &tool)?;
-    for path in [folder.path(), tool.as_path()] {
-        Command::new("chmod").arg("755").arg(path).status()?;
-    }
-    by.arg(tool)
+    by.arg(for_all_users(&harness::tool("heapscan"), folder.path())?)
         .args(["-p", &workload.pid(), "--max-pause", "60000"]);
     let ended = Tool::spawn(by.stdin(Stdio::null()))?.wait()?;
     ensure!(
@@ -157,9 +165,12 @@ fn its_owner_needs_no_privileges() -> Result<()> {
     // Yama may permit to trace descendants alone.
     let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
     if !matches!(scope.trim(), "" | "0") {
-        return Ok(());
+        let reason = "Yama permits to trace descendants only (kernel.yama.ptrace_scope)";
+        return Err(NotHere(reason).into());
     }
-    let mut command = Command::new(harness::workload("forget"));
+    let folder = harness::scratch()?;
+    let program = for_all_users(&harness::workload("forget"), folder.path())?;
+    let mut command = Command::new(program);
     let workload = Workload::spawn(command.uid(NOBODY).gid(NOBODY))?;
     let mut by = Command::new("setpriv");
     by.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);

@@ -103,11 +103,7 @@ impl Need {
                 "the same on every kernel; runs on the host",
             ),
             Need::UserNamespaces => (
-                // Debian's own setting, where it exists, and the kernel's.
-                fs::read_to_string("/proc/sys/kernel/unprivileged_userns_clone")
-                    .map_or(true, |may| may.trim() != "0")
-                    && fs::read_to_string("/proc/sys/user/max_user_namespaces")
-                        .is_ok_and(|most| most.trim() != "0"),
+                users_make_namespaces(),
                 "unprivileged users may not make namespaces here",
             ),
             Need::SoftDirty => (
@@ -149,6 +145,17 @@ pub(crate) fn runs_32_bit() -> bool {
         .stdout(Stdio::null())
         .status()
         .is_ok()
+}
+
+/// Whether a user without privileges may make a user namespace. Sysctls, AppArmor and chroot(2) can forbid it.
+fn users_make_namespaces() -> bool {
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+    let ended = command
+        .args(["unshare", "--user", "true"])
+        .stderr(Stdio::null())
+        .status();
+    ended.is_ok_and(|status| status.success())
 }
 
 /// Whether the kernel makes a huge page of this process's memory on request.
