@@ -108,18 +108,29 @@ pub(crate) enum FailOn {
 }
 
 /// What is to be done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Plan {
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Plan<'a> {
     /// One screen, from one pair of copies.
-    Screen { top: usize },
-    /// Sections in full. Without a verdict, they are from one copy.
-    Sections {
-        sections: Sections,
-        is_judged: bool,
-        top: usize,
-    },
+    Screen(ScreenSettings<'a>),
+    /// Sections in full, from one copy.
+    Sections(Sections, Settings<'a>),
+    /// Sections in full with a verdict, from one pair of copies.
+    Judged(Sections, Settings<'a>),
     /// Several copies within a period.
-    Growth { period: Duration, top: usize },
+    Growth {
+        period: Duration,
+        top: usize,
+        container: bool,
+    },
+}
+
+/// Settings of the screen.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ScreenSettings<'a> {
+    pub(crate) report: Settings<'a>,
+    pub(crate) is_json: bool,
+    /// Whether a heap on which no verdict is possible is an error.
+    pub(crate) needs_verdict: bool,
 }
 
 /// Sections to print.
@@ -133,17 +144,22 @@ pub(crate) struct Sections {
 
 impl Args {
     /// Resolves the options.
-    pub(crate) fn plan(&self) -> Plan {
-        let within = |default| self.top.unwrap_or(default);
+    pub(crate) fn plan(&self) -> Plan<'_> {
         if let Some(period) = self.growth {
-            let top = within(IN_SECTION);
-            return Plan::Growth { period, top };
+            return Plan::Growth {
+                period,
+                top: self.top.unwrap_or(IN_SECTION),
+                container: self.containers.container,
+            };
         }
+        let asks = !self.why.is_empty() || self.fail_on.is_some() || self.idle.is_some();
         let is_section = [self.layout, self.leaks, self.roots, self.types, self.blocks];
         if !is_section.contains(&true) {
-            return Plan::Screen {
-                top: within(ON_SCREEN),
-            };
+            return Plan::Screen(ScreenSettings {
+                report: self.settings(ON_SCREEN),
+                is_json: self.json,
+                needs_verdict: asks,
+            });
         }
         let sections = Sections {
             layout: self.layout,
@@ -154,19 +170,18 @@ impl Args {
                 roots: self.roots || self.idle.is_some(),
             },
         };
-        let is_judged =
-            self.leaks || sections.verdict.roots || !self.why.is_empty() || self.fail_on.is_some();
-        Plan::Sections {
-            sections,
-            is_judged,
-            top: within(IN_SECTION),
+        let settings = self.settings(IN_SECTION);
+        if self.leaks || self.roots || asks {
+            Plan::Judged(sections, settings)
+        } else {
+            Plan::Sections(sections, settings)
         }
     }
 
-    /// Returns the settings of a verdict whose tables have `top` rows.
-    pub(crate) fn settings(&self, top: usize) -> Settings<'_> {
+    /// Returns the settings of a report whose tables have `top` rows by default.
+    fn settings(&self, top: usize) -> Settings<'_> {
         Settings {
-            top,
+            top: self.top.unwrap_or(top),
             why: &self.why,
             container: self.containers.container,
         }
@@ -188,25 +203,26 @@ mod tests {
 
     use super::*;
 
-    fn plan(line: &str) -> Plan {
+    fn parse(line: &str) -> Args {
         let words = ["heapscan", "-p", "1"].into_iter();
-        Args::try_parse_from(words.chain(line.split_whitespace()))
-            .expect("valid")
-            .plan()
+        Args::try_parse_from(words.chain(line.split_whitespace())).expect("valid")
     }
 
     #[test]
     fn options_are_a_plan() {
-        assert_eq!(plan(""), Plan::Screen { top: 6 });
-        assert_eq!(plan("--why 24 -T 9"), Plan::Screen { top: 9 });
-        let period = Duration::from_secs(60);
-        assert_eq!(plan("--growth 60"), Plan::Growth { period, top: 20 });
-        let judged = |line| match plan(line) {
-            Plan::Sections {
-                sections,
-                is_judged,
-                ..
-            } => (is_judged, sections.verdict.roots),
+        let screen = |line| match parse(line).plan() {
+            Plan::Screen(screen) => (screen.report.top, screen.needs_verdict),
+            other => panic!("{line}: {other:?}"),
+        };
+        assert_eq!(screen(""), (6, false));
+        assert_eq!(screen("--why 24 -T 9"), (9, true));
+        match parse("--growth 60").plan() {
+            Plan::Growth { period, top, .. } => assert_eq!((period.as_secs(), top), (60, 20)),
+            other => panic!("{other:?}"),
+        }
+        let judged = |line| match parse(line).plan() {
+            Plan::Sections(sections, _) => (false, sections.verdict.roots),
+            Plan::Judged(sections, _) => (true, sections.verdict.roots),
             other => panic!("{line}: {other:?}"),
         };
         assert_eq!(judged("--layout --types --blocks"), (false, false));

@@ -1,7 +1,7 @@
 //! heapscan: the heap of a running process, examined in copies of its memory, without tracing or earlier recordings.
 //!
 //! The process is stopped while its memory is copied. The walk of its allocators' structures finds the blocks and the
-//! free chunks, whenever they were allocated. There are three plans: one [`screen`], [`sections`] in full, and [`growth`]
+//! free chunks, whenever they were allocated. The plans are one [`screen`], [`sections`] in full, without or with a verdict, and [`growth`]
 //! over several copies.
 
 mod args;
@@ -43,18 +43,19 @@ fn run(args: Args) -> Result<ExitCode> {
     let watch = watch.transpose()?;
     let request = args.copies.request(process, watch.as_ref());
     let leaks = match args.plan() {
-        Plan::Screen { top } => screen::print(&args, top, &request, &mut output)?,
-        Plan::Sections {
-            sections,
-            is_judged: true,
-            top,
-        } => sections::print_judged(&args, sections, top, &request, &mut output)?,
-        Plan::Sections { sections, top, .. } => {
-            sections::print(&args, sections, top, &request, &mut output)?;
+        Plan::Screen(settings) => screen::print(settings, &request, &mut output)?,
+        Plan::Judged(sections, settings) => {
+            sections::print_judged(sections, settings, &request, &mut output)?
+        }
+        Plan::Sections(sections, settings) => {
+            sections::print(sections, settings, &request, &mut output)?;
             0
         }
-        Plan::Growth { period, top } => {
-            let container = args.containers.container;
+        Plan::Growth {
+            period,
+            top,
+            container,
+        } => {
             let request = args.copies.request(process, None);
             growth::run(request, container, period, top, &mut poller, &mut output)?;
             0

@@ -14,9 +14,11 @@ use memtools::print::text;
 use memtools::process::container::CgroupInfo;
 use memtools::process::proc;
 use memtools::run::cli;
-use memtools::verdict::{self, HeapAnalysis, Held, Lost, Report, Suppressions, Untraced, What};
+use memtools::verdict::{
+    self, HeapAnalysis, Held, Lost, Report, Settings, Suppressions, Untraced, What,
+};
 
-use crate::args::Args;
+use crate::args::ScreenSettings;
 use crate::findings::{self, Finding, Level};
 use crate::layout::HeapRow;
 use crate::sections;
@@ -37,25 +39,26 @@ const REASON: usize = 300;
 /// If no copy of the process can be taken: then only the memory that the kernel counts is printed. Also if the heap
 /// cannot be judged, and options need the verdict.
 pub(crate) fn print(
-    args: &Args,
-    top: usize,
+    settings: ScreenSettings<'_>,
     request: &Request<'_>,
     output: &mut Output,
 ) -> Result<u64> {
-    let cgroup_info = CgroupInfo::of_process(args.pid);
+    let Settings { top, container, .. } = settings.report;
+    let pid = request.process.pid();
+    let cgroup_info = CgroupInfo::of_process(pid);
     let mut layout = None;
     let judged = HeapAnalysis::take_confirmed(request, &mut |walked| {
-        let named = sections::name(args, walked, cgroup_info.clone());
+        let named = sections::name(walked, cgroup_info.clone(), container);
         layout = Some(sections::layout(walked, named, top)?);
         Ok(())
     });
     let mut has_pools = false;
     let judged = judged.and_then(|case| {
         has_pools = case.pools().pools > 0;
-        case.report(&args.settings(top), &mut Untraced, &Suppressions::default())
+        case.report(&settings.report, &mut Untraced, &Suppressions::default())
     });
     let is_copied = layout.is_some();
-    let layout = layout.or_else(|| uncopied(args, cgroup_info));
+    let layout = layout.or_else(|| uncopied(pid, cgroup_info, container));
     let why = judged.as_ref().err().map(reason).unwrap_or_default();
     if let Some(layout) = &layout {
         let screen = Screen {
@@ -64,7 +67,7 @@ pub(crate) fn print(
             has_pools,
             top,
         };
-        if args.json {
+        if settings.is_json {
             screen.json(output)?;
         } else {
             output.raw(|out| screen.text(out))?;
@@ -72,9 +75,8 @@ pub(crate) fn print(
         }
         output.flush()?;
     }
-    let needs_verdict = args.fail_on.is_some() || !args.why.is_empty() || args.idle.is_some();
     match judged {
-        Err(error) if !is_copied || needs_verdict => Err(error),
+        Err(error) if !is_copied || settings.needs_verdict => Err(error),
         judged => Ok(judged.map_or(0, |report| report.leaks())),
     }
 }
@@ -98,12 +100,12 @@ fn print_answers(judged: &Result<Report>, output: &mut Output) -> Result<()> {
 
 /// Returns the memory of a process that could not be copied, as the kernel counts it. Returns None if that cannot be
 /// read either.
-fn uncopied(args: &Args, cgroup_info: CgroupInfo) -> Option<HeapRow> {
-    let comm = std::fs::read(proc::file(args.pid, "comm")).ok()?;
+fn uncopied(pid: u32, cgroup_info: CgroupInfo, container: bool) -> Option<HeapRow> {
+    let comm = std::fs::read(proc::file(pid, "comm")).ok()?;
     let mut image = Image::default();
-    image.pid = args.pid;
+    image.pid = pid;
     image.comm = comm.strip_suffix(b"\n").unwrap_or(&comm).to_vec();
-    image.areas = capture::areas(args.pid).ok()?;
+    image.areas = capture::areas(pid).ok()?;
     let why = "not copied".to_owned();
     let walked = Walked {
         image,
@@ -112,7 +114,7 @@ fn uncopied(args: &Args, cgroup_info: CgroupInfo) -> Option<HeapRow> {
         jemalloc: None,
         images: 0,
     };
-    let named = sections::name(args, &walked, cgroup_info);
+    let named = sections::name(&walked, cgroup_info, container);
     sections::layout(&walked, named, 0).ok()
 }
 

@@ -6,9 +6,9 @@ use memtools::heap::walk::Walked;
 use memtools::print::output::Output;
 use memtools::process::container::{CgroupInfo, ProcessName};
 use memtools::process::smaps;
-use memtools::verdict::{self, HeapAnalysis, Suppressions, Untraced};
+use memtools::verdict::{self, HeapAnalysis, Settings, Suppressions, Untraced};
 
-use crate::args::{Args, Sections};
+use crate::args::Sections;
 use crate::block::BlockRow;
 use crate::layout::HeapRow;
 use crate::types;
@@ -18,20 +18,19 @@ use crate::types;
 /// # Errors
 /// If no copy of the process can be taken, or its heap cannot be walked.
 pub(crate) fn print(
-    args: &Args,
     sections: Sections,
-    top: usize,
+    settings: Settings<'_>,
     request: &Request<'_>,
     output: &mut Output,
 ) -> Result<()> {
-    let cgroup_info = CgroupInfo::of_process(args.pid);
+    let cgroup_info = CgroupInfo::of_process(request.process.pid());
     let walked = Walked::take(request)?;
-    let named = name(args, &walked, cgroup_info);
+    let named = name(&walked, cgroup_info, settings.container);
     if let Some(nonsense) = walked.inconsistency() {
         bail!("{nonsense}");
     }
     if sections.layout {
-        output.row(&layout(&walked, named.clone(), top)?)?;
+        output.row(&layout(&walked, named.clone(), settings.top)?)?;
     }
     if sections.blocks {
         for block in walked.heap.blocks() {
@@ -39,7 +38,7 @@ pub(crate) fn print(
         }
     }
     if sections.types {
-        types::print(walked, named, top, output)?;
+        types::print(walked, named, settings.top, output)?;
     }
     Ok(())
 }
@@ -50,18 +49,17 @@ pub(crate) fn print(
 /// # Errors
 /// If no copy of the process can be taken, or its heap cannot be judged. The layout is printed before.
 pub(crate) fn print_judged(
-    args: &Args,
     sections: Sections,
-    top: usize,
+    settings: Settings<'_>,
     request: &Request<'_>,
     output: &mut Output,
 ) -> Result<u64> {
-    let cgroup_info = CgroupInfo::of_process(args.pid);
+    let cgroup_info = CgroupInfo::of_process(request.process.pid());
     let mut seen = None;
     let case = HeapAnalysis::take_confirmed(request, &mut |walked| {
         if sections.layout {
-            let named = name(args, walked, cgroup_info.clone());
-            seen = Some(layout(walked, named, top)?);
+            let named = name(walked, cgroup_info.clone(), settings.container);
+            seen = Some(layout(walked, named, settings.top)?);
         }
         Ok(())
     });
@@ -75,18 +73,18 @@ pub(crate) fn print_judged(
         }
     }
     if sections.types {
-        let named = verdict::process_name(case.image(), cgroup_info, args.containers.container);
-        types::print_named(&case, named, top, output)?;
+        let named = verdict::process_name(case.image(), cgroup_info, settings.container);
+        types::print_named(&case, named, settings.top, output)?;
     }
     let suppressions = Suppressions::default();
-    let report = case.report(&args.settings(top), &mut Untraced, &suppressions)?;
+    let report = case.report(&settings, &mut Untraced, &suppressions)?;
     report.print(sections.verdict, output)?;
     Ok(report.leaks())
 }
 
 /// Names the process of a walked heap.
-pub(crate) fn name(args: &Args, walked: &Walked, cgroup_info: CgroupInfo) -> ProcessName {
-    verdict::process_name(&walked.image, cgroup_info, args.containers.container)
+pub(crate) fn name(walked: &Walked, cgroup_info: CgroupInfo, container: bool) -> ProcessName {
+    verdict::process_name(&walked.image, cgroup_info, container)
 }
 
 /// Makes the row of where the memory is.

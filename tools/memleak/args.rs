@@ -1,25 +1,19 @@
-//! The command line.
+//! The command line. [`plan`](crate::plan) resolves it.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Result;
 use clap::{Parser, ValueEnum};
 use clap_complete::engine::ArgValueCompleter;
-use memtools::export::files::{ExportArgs, Exports};
+use memtools::export::files::ExportArgs;
 use memtools::export::format::{self, FileFormat};
-use memtools::export::perfetto::Heaps;
-use memtools::parse::{self, UsageError};
-use memtools::print::message;
-use memtools::print::output::{Format, Output};
+use memtools::parse;
+use memtools::print::output::Format;
 use memtools::process::complete;
 use memtools::process::container::ContainerArgs;
-use memtools::process::filter::{FilterArgs, cgroup_path};
+use memtools::process::filter::cgroup_path;
 use memtools::process::proc;
 use memtools::run::cli;
-use memtools::run::poll::Poller;
-use memtools::run::skeleton::StackCapacity;
-use memtools::run::target::TargetArgs;
 use memtools::serve::address::ServeArgs;
 use memtools::stacks::symbolize::SourceArgs;
 use memtools::stacks::table;
@@ -27,26 +21,9 @@ use memtools::stacks::unwind::UnwindArgs;
 
 use crate::difference::DifferenceArgs;
 use crate::kernel::args::KernelArgs;
-use crate::processes::pool::{AllocSpec, FreeSpec, FunctionSpec};
-use crate::sums::View;
+use crate::plan::known::GivenOptions;
+use crate::processes::pool::{AllocSpec, FreeSpec};
 use crate::verdict::args::VerdictArgs;
-
-/// Time between reports, unless INTERVAL says otherwise.
-const DEFAULT_INTERVAL: Duration = Duration::from_secs(5);
-
-/// Age in milliseconds below which a block is omitted, unless --older says otherwise.
-const DEFAULT_OLDER_MS: u64 = 500;
-
-/// The part of --mem-limit that stacks may take: a quarter.
-const STACKS_PART: u64 = 4;
-/// Part of `--mem-limit` that is for clients of `--serve`.
-const SERVED_PART: u64 = 8;
-
-/// Bytes of memleak's own memory that a block takes while a report is made, as measured with four million blocks.
-const REPORTED_BLOCK_BYTES: u64 = 72;
-/// Bytes of memleak's own memory that a stack takes while a report is made: its sums, growth and ages, as measured with
-/// 131,000 stacks.
-const REPORTED_STACK_BYTES: u64 = 640;
 
 /// Headings of --help.
 const TARGET: &str = "Target (default: the kernel)";
@@ -93,6 +70,9 @@ examples:
   memleak --by-cache -kp 1234  objects made for process 1234, by cache"
 )]
 pub(crate) struct Args {
+    #[command(flatten)]
+    pub(crate) given: GivenOptions,
+
     /// Seconds between reports [default: 5]
     #[arg(value_parser = parse::seconds)]
     pub(crate) interval: Option<Duration>,
@@ -205,11 +185,11 @@ pub(crate) struct Args {
 
     /// The same as --mode churn
     #[arg(hide_short_help = true, help_heading = REPORT, long, conflicts_with_all = ["mode", "peak", "combined_only", "show_allocs", "older"])]
-    churn: bool,
+    pub(crate) churn: bool,
 
     /// The same as --mode peak
     #[arg(hide_short_help = true, help_heading = REPORT, long, conflicts_with_all = ["mode", "combined_only", "show_allocs", "older"])]
-    peak: bool,
+    pub(crate) peak: bool,
 
     /// Ignore blocks younger than MS milliseconds [default: 500]
     ///
@@ -310,89 +290,6 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Returns the maximum number of distinct stacks that are kept.
-    pub(crate) fn max_stacks(&self) -> u32 {
-        let bytes = table::ENTRY_BYTES + REPORTED_STACK_BYTES;
-        let within_limit = (self.mem_limit / STACKS_PART / bytes).max(1);
-        self.stack_storage_size
-            .unwrap_or_else(|| within_limit.try_into().unwrap_or(u32::MAX))
-    }
-
-    /// Returns the initial capacity of the stack table.
-    pub(crate) fn stack_capacity(&self) -> StackCapacity {
-        let first = || self.max_stacks().min(table::first_entries());
-        StackCapacity {
-            first_entries: Some(self.stack_storage_size.unwrap_or_else(first)),
-            depth: self.perf_max_stack_depth,
-        }
-    }
-
-    /// Returns the bytes of memleak's own memory that a block takes: none if only totals are kept, in the kernel.
-    pub(crate) fn reported_block_bytes(&self) -> u64 {
-        if self.combined_only {
-            0
-        } else {
-            REPORTED_BLOCK_BYTES
-        }
-    }
-
-    /// Returns the bytes that --serve may send to all clients at once.
-    pub(crate) fn served_bytes(&self) -> usize {
-        let part = self.mem_limit / SERVED_PART;
-        let bytes = self.serve.serve.as_ref().map_or(0, |_| part);
-        usize::try_from(bytes).unwrap_or(usize::MAX)
-    }
-
-    /// Returns the bytes that following blocks may take, if --max-allocs does not limit the blocks.
-    pub(crate) fn bytes_for_blocks(&self) -> u64 {
-        self.mem_limit - self.mem_limit / STACKS_PART - self.served_bytes() as u64
-    }
-
-    /// Refuses --max-allocs if these blocks take more than --mem-limit of the kernel's memory.
-    pub(crate) fn expect_room(&self, blocks: u32, bytes: u64) -> Result<(), UsageError> {
-        if bytes > self.mem_limit {
-            return Err(UsageError(format!(
-                "{blocks} blocks take {bytes} bytes of memory: lower --max-allocs, or raise --mem-limit, which is {}",
-                self.mem_limit
-            )));
-        }
-        Ok(())
-    }
-
-    /// Resolves options that are shorthands of others. Refuses options that conflict, where that is more
-    /// than a conflict of two.
-    pub(crate) fn check(mut self) -> Result<Self, UsageError> {
-        if self.churn {
-            self.mode = Mode::Churn;
-        } else if self.peak {
-            self.mode = Mode::Peak;
-        }
-        if self.min_size > self.max_size {
-            return Err(UsageError(format!(
-                "--min-size (-z) {} is larger than --max-size (-Z) {}",
-                self.min_size, self.max_size
-            )));
-        }
-        let one_process = self.pid.len() <= 1 && !self.any_process();
-        if self.mode == Mode::Peak && !(one_process && self.records_all()) {
-            return Err(UsageError(
-                "--peak (--mode peak) requires one process, with all blocks: use -p or -c alone"
-                    .into(),
-            ));
-        }
-        if self.kernel.by_cache {
-            self.export
-                .expect("with --by-cache", &[FileFormat::Perfetto])?;
-        }
-        self.verdict.moment = self.verdict.check(&self)?;
-        Ok(self)
-    }
-
-    /// Returns the time between reports.
-    pub(crate) fn interval(&self) -> Duration {
-        self.interval.unwrap_or(DEFAULT_INTERVAL)
-    }
-
     /// Returns the format in which rows are printed.
     pub(crate) fn format(&self) -> Format {
         match (self.json, self.folded) {
@@ -400,95 +297,6 @@ impl Args {
             (_, true) => Format::Folded,
             _ => Format::Text,
         }
-    }
-
-    /// Returns the kind of allocations that reports on processes are of.
-    pub(crate) fn view(&self) -> View {
-        match self.mode {
-            Mode::Leak => View::Outstanding,
-            Mode::Alloc => View::Allocated,
-            Mode::Churn => View::Churned,
-            Mode::Peak => View::Peak,
-        }
-    }
-
-    /// Describes the target for messages.
-    pub(crate) fn target(&self) -> String {
-        let target = TargetArgs {
-            command: self.command.clone(),
-            children: self.children,
-            filter: FilterArgs {
-                pid: self.pid.clone(),
-                name: self.name.clone(),
-                cgroup: self.cgroup.clone(),
-            },
-        };
-        target.to_string()
-    }
-
-    /// Prepares the files that reports are written into.
-    ///
-    /// # Errors
-    /// If a file cannot be written to.
-    pub(crate) fn exports(&self) -> Result<Exports> {
-        let earlier = self.difference.diff.as_deref();
-        let exports = self.export.prepare(earlier, self.target())?;
-        Ok(match self.export.sole(FileFormat::Perfetto)? {
-            Some(path) => exports.with(Heaps::create(path, message::tool())?),
-            None => exports,
-        })
-    }
-
-    /// Whether anything is made of reports that always has source lines, such as a profile.
-    pub(crate) fn makes_profiles(&self) -> bool {
-        self.export.has_profiles() || self.difference.diff.is_some() || self.serve.serve.is_some()
-    }
-
-    /// Starts the tool: see [`cli::start`].
-    pub(crate) fn start<'a>(&self) -> Result<(Poller<'a>, Output)> {
-        cli::start(self.format(), self.output.as_deref())
-    }
-
-    /// Whether processes are to be traced, rather than the kernel.
-    pub(crate) fn chooses_processes(&self) -> bool {
-        !self.pid.is_empty()
-            || self.command.is_some()
-            || self.name.is_some()
-            || self.cgroup.is_some()
-            || self.children
-    }
-
-    /// Whether every block is recorded.
-    pub(crate) fn records_all(&self) -> bool {
-        self.mode != Mode::Alloc
-            && self.sample_rate == 1
-            && self.sample_bytes.is_none()
-            && self.max_overhead.is_none()
-            && (self.min_size, self.max_size) == (0, u64::MAX)
-    }
-
-    /// Whether the traced processes are not known beforehand.
-    pub(crate) fn any_process(&self) -> bool {
-        self.children || self.name.is_some() || self.cgroup.is_some()
-    }
-
-    /// Returns the functions that --alloc and --free name.
-    pub(crate) fn named(&self) -> impl Iterator<Item = &FunctionSpec> {
-        let allocate = self.alloc.iter().map(|AllocSpec(named)| named);
-        allocate.chain(self.free.iter().map(|FreeSpec(named)| named))
-    }
-
-    /// Returns the CLOCK_MONOTONIC time after which a block is too young for a report at `now_ns`. If `all` blocks are
-    /// wanted, only --older leaves any out.
-    pub(crate) fn born_before(&self, now_ns: u64, all: bool) -> u64 {
-        let default = if all { 0 } else { DEFAULT_OLDER_MS };
-        let older_ms = self.older.unwrap_or(default);
-        now_ns.saturating_sub(older_ms.saturating_mul(1_000_000))
-    }
-
-    /// Whether reports need the ages of blocks.
-    pub(crate) fn wants_ages(&self) -> bool {
-        self.extended || self.json || self.sort == SortKey::Age
     }
 }
 

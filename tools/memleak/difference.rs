@@ -1,20 +1,17 @@
 //! Comparison of reports with the profile of an earlier run (--diff), and the exit status that follows (--fail-on).
 
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Result;
 use jiff::Zoned;
-use memtools::export::profile::Profile;
+use memtools::export::profile::{Profile, ValueType};
 use memtools::export::saved_profile::{Change, SavedProfile};
 use memtools::parse;
 use memtools::print::clock;
 use memtools::print::output::{Output, Row};
 use serde::Serialize;
-
-use crate::args::Args;
-use crate::sums::{self, View};
 
 /// The exit status when there is what --fail-on forbids.
 const FORBIDDEN: u8 = 3;
@@ -68,24 +65,18 @@ pub(crate) struct Difference {
 }
 
 impl Difference {
-    /// Reads the earlier profile, if there is one to compare with. Its values have to be those of `view`.
+    /// Reads the earlier profile, whose values have to be these. Growth of more than `permitted` bytes is a failure.
     ///
     /// # Errors
     /// If the profile cannot be read, or has other values.
-    pub(crate) fn of(args: &Args, view: View) -> Result<Option<Self>> {
-        let Some(path) = &args.difference.diff else {
-            return Ok(None);
-        };
+    pub(crate) fn read(path: &Path, values: &[ValueType], permitted: Option<u64>) -> Result<Self> {
         let earlier = SavedProfile::read(path)?;
-        earlier.expect(&sums::subject(view, args).values)?;
-        Ok(Some(Self {
+        earlier.expect(values)?;
+        Ok(Self {
             earlier,
-            permitted: match args.difference.fail_on {
-                Some(FailOn::Growth(bytes)) => Some(bytes),
-                _ => None,
-            },
+            permitted,
             grown: 0,
-        }))
+        })
     }
 
     /// Prints the sum of all changes, and the stacks that have changed most, the one with the largest growth last.
@@ -117,7 +108,7 @@ impl Difference {
     }
 
     /// Whether the last report had more growth than is permitted. If so, prints that.
-    fn is_too_much(&self) -> bool {
+    pub(crate) fn is_too_much(&self) -> bool {
         let permitted = self.permitted.and_then(|bytes| i64::try_from(bytes).ok());
         let Some(permitted) = permitted.filter(|permitted| self.grown > *permitted) else {
             return false;
@@ -129,12 +120,6 @@ impl Difference {
         );
         true
     }
-}
-
-/// Returns the exit status of a run that is compared with an earlier one, from the command's, if there is a command.
-pub(crate) fn status(difference: Option<Difference>, command: Option<u8>) -> ExitCode {
-    let grown = difference.is_some_and(|difference| difference.is_too_much());
-    status_if(grown, command)
 }
 
 /// Returns the exit status of a run: the command's if the command has failed, else [`FORBIDDEN`] if the run has found

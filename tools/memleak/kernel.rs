@@ -16,13 +16,12 @@ use std::time::{Duration, Instant};
 use self::bpf::types::{block, cache, kind as Kind, total};
 use self::caches::{CacheRow, Slabinfo};
 use self::probes::Attached;
-use crate::args::Args;
-use crate::difference::Difference;
+use crate::plan::KernelPlan;
 use crate::reporter::Reporter;
 use crate::rows::{Group, Groups};
 use crate::serve::{self, UnmatchedFrees};
 use crate::source::{Flow, HeadContext, ReportData, Source};
-use crate::sums::{self, Allocation, Entry, StackKey, Totals, View};
+use crate::sums::{self, Allocation, Entry, StackKey, Totals};
 use anyhow::{Context, Result};
 use libbpf_rs::skel::Skel;
 use libbpf_rs::{MapCore, MapFlags, MapMut};
@@ -39,7 +38,6 @@ use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Wake;
 use memtools::run::priority;
 use memtools::run::privileges;
-use memtools::run::target::warn_if_interval_is_pid;
 use memtools::serve::server::Server;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::KernelNames;
@@ -51,36 +49,38 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 memtools::skeleton!("memleak_kernel", MemleakKernelSkelBuilder, stacks: kernel, plain: [block, cache, program_pair, total]);
 
-pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+pub(crate) fn run(plan: &KernelPlan) -> Result<ExitCode> {
     kernel_support::preflight()?;
-    attach::capture_log(args.verbose);
-    let exports = args.exports()?;
-    let difference = Difference::of(args, View::Outstanding)?;
-    let listener = args.serve.listen()?;
-    let (mut poller, output) = args.start()?;
-    warn_if_interval_is_pid(args.interval, &args.pid);
+    attach::capture_log(plan.verbose);
+    let exports = plan.outputs.exports()?;
+    let difference = plan.outputs.difference(&plan.report.subject)?;
+    let listener = plan.outputs.serve.listen()?;
+    let (mut poller, output) = plan.outputs.start(&plan.report)?;
     privileges::keep_tracing_and(&[])?;
-    let filter = args::filter(args).resolve(None, TaskKind::All)?;
-    check_cache(args.kernel.cache.as_deref())?;
-    let slabinfo = args.kernel.by_cache.then(Slabinfo::read);
+    let filter = plan.filter.resolve(None, TaskKind::All)?;
+    check_cache(plan.cache.as_deref())?;
+    let slabinfo = plan.by_cache.then(Slabinfo::read);
     eprintln!("Attaching to kernel allocators, Ctrl+C to quit.");
-    let server = listener.map(|listener| Server::start(listener, args.served_bytes()));
+    let server = listener.map(|listener| Server::start(listener, plan.memory.served_bytes()));
     let server = server.transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
-    let attached = probes::start(args, &filter, args.kernel.kinds())?;
+    let attached = probes::start(plan, &filter)?;
     let table_requests = Events::new(&attached.skel.maps.table_requests)?;
     let kernel = Kernel {
         attached: &attached,
         table_requests: &table_requests,
-        args,
-        stacks: Stacks::new(memtools::stack_maps!(attached.skel), args.max_stacks())?,
+        plan,
+        stacks: Stacks::new(
+            memtools::stack_maps!(attached.skel),
+            plan.memory.max_stacks(),
+        )?,
         names: KernelNames::default(),
         slabinfo: slabinfo.unwrap_or_default(),
         look_at: Instant::now(),
         loses: false,
     };
-    let mut reporter = Reporter::new(kernel, args, output, exports, difference);
+    let mut reporter = Reporter::new(kernel, &plan.report, output, exports, difference);
 
     poller.watch(&table_requests);
     if let Some(server) = &server {
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
     drop(server);
     losses::report_own_events(attached.skel.object(), &mut reporter.output)?;
-    let status = reporter.finish(None, 0);
+    let status = reporter.finish(None, false);
     attach::detach(attached.links);
     status
 }
@@ -100,7 +100,7 @@ struct Kernel<'a> {
     attached: &'a Attached,
     /// Requests of the BPF programs for more capacity in their maps.
     table_requests: &'a Events<'a, u32>,
-    args: &'a Args,
+    plan: &'a KernelPlan,
     stacks: Stacks<'a, MapMut<'static>>,
     names: KernelNames,
     /// Contents of /proc/slabinfo at the beginning of the trace.
@@ -136,7 +136,7 @@ impl Source for Kernel<'_> {
         if Instant::now() >= self.look_at {
             self.look_at = Instant::now() + PAUSE;
             if let Some(more) = self.attached.add_blocks()?
-                && self.args.verbose
+                && self.plan.verbose
             {
                 eprintln!("memleak: added a map for {more} blocks");
             }
@@ -150,12 +150,12 @@ impl Source for Kernel<'_> {
     }
 
     fn snapshot(&mut self, now_ns: u64, _: bool) -> Result<ReportData> {
-        let (mut totals, mut allocations) = if self.args.combined_only {
+        let (mut totals, mut allocations) = if self.plan.recording.only_totals {
             (self.totals()?, Vec::new())
         } else {
             self.outstanding(now_ns)?
         };
-        if !self.args.kernel.by_cache {
+        if !self.plan.by_cache {
             sums::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
         }
         Ok(ReportData {
@@ -179,7 +179,7 @@ impl Source for Kernel<'_> {
     }
 
     fn groups(&self, count: usize) -> Groups {
-        if self.args.kernel.by_cache {
+        if self.plan.by_cache {
             Groups::Caches(count)
         } else {
             Groups::Stacks(count)
@@ -198,12 +198,12 @@ impl Source for Kernel<'_> {
     }
 
     fn print_groups(&mut self, groups: Vec<Entry>, output: &mut Output) -> Result<()> {
-        if self.args.kernel.by_cache {
+        if self.plan.by_cache {
             return self.print_caches(&groups, output);
         }
         for entry in groups {
             let stack = self.symbolize(entry.key)?;
-            let mut group = Group::new(&entry, stack, self.args);
+            let mut group = Group::new(&entry, stack, &self.plan.report);
             group.amount.requested_bytes = Some(entry.total.requested_bytes);
             output.row(&group)?;
         }
@@ -231,7 +231,7 @@ impl Source for Kernel<'_> {
 impl Kernel<'_> {
     /// Returns the remedy for lost blocks.
     fn more_blocks(&self) -> String {
-        let option = match self.args.max_allocs {
+        let option = match self.plan.memory.blocks {
             Some(_) => "--max-allocs",
             None => "--mem-limit",
         };
@@ -317,7 +317,7 @@ impl Kernel<'_> {
 
     /// Returns the key that a block is added up by. With --by-cache, the slab cache takes the place of the stack.
     fn key(&self, block: &block) -> StackKey {
-        let by_cache = self.args.kernel.by_cache;
+        let by_cache = self.plan.by_cache;
         StackKey {
             pid: 0,
             stack: if by_cache { block.cache } else { block.stack },
@@ -326,7 +326,7 @@ impl Kernel<'_> {
 
     /// Returns the blocks that are old enough, with their totals.
     fn outstanding(&self, now_ns: u64) -> Result<(Totals, Vec<Allocation>)> {
-        let born_before = self.args.born_before(now_ns, false);
+        let born_before = self.plan.report.born_before(now_ns, false);
         let (mut totals, mut allocations) = (Totals::new(), Vec::new());
         let read = self.attached.for_each_block(|address, block| {
             if block.time_ns > born_before {

@@ -1,6 +1,6 @@
 //! memleak: memory that a process or the kernel allocated and has not freed, by call stack.
 //!
-//! There are two kinds of runs. [`processes`] traces the allocations of processes, by uprobes on the allocators'
+//! The options are resolved into a [`plan`]. [`processes`] traces the allocations of processes, by uprobes on the allocators'
 //! functions (`bpf/memleak.bpf.c`). [`kernel`] traces the allocations of the kernel, by tracepoints. Both traces are a
 //! [`source`] of outstanding allocations, and [`reporter`] makes reports of either, by stack ([`sums`], [`rows`]).
 //! [`verdict`] finds out which blocks of a traced process nothing refers to.
@@ -8,6 +8,7 @@
 mod args;
 mod difference;
 mod kernel;
+mod plan;
 mod processes;
 mod reporter;
 mod rows;
@@ -22,8 +23,10 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use memtools::run::cli::{self, Moved};
+use memtools::run::target::warn_if_interval_is_pid;
 
 use crate::args::Args;
+use crate::plan::Plan;
 
 /// Options that other commands have replaced.
 const MOVED: [Moved; 5] = [
@@ -45,10 +48,10 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    let args = args.check()?;
-    if kernel::args::wanted(&args)? {
-        kernel::run(&args)
-    } else {
-        processes::run(&args)
+    warn_if_interval_is_pid(args.interval, &args.pid);
+    match Plan::of(args)? {
+        Plan::Processes(plan) => processes::run(&plan, None),
+        Plan::Judged(plan, verdict) => processes::run(&plan, Some(&verdict)),
+        Plan::Kernel(plan) => kernel::run(&plan),
     }
 }

@@ -42,11 +42,10 @@ use self::regions::{Regions, allocations_of};
 use self::renewal::{MORE_STACKS, Renewal};
 use self::target::Targets;
 use self::upkeep::Upkeep;
-use crate::args::{Args, Mode};
-use crate::difference::Difference;
+use crate::args::Mode;
+use crate::plan::{ProcessPlan, VerdictSettings};
 use crate::reporter::Reporter;
 use crate::rows::{Group, UnknownFrees};
-use crate::sampling::Sampling;
 use crate::serve::{self, UnmatchedFrees};
 use crate::source::{Flow, HeadContext, ReportData, Source};
 use crate::sums::{self, Allocation, Entry, StackKey, Sum, Total, Totals};
@@ -77,37 +76,41 @@ use memtools::stacks::table::{Stack, Stacks};
 
 memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, peak, thread, total, total_key]);
 
-pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+/// Follows the plan: reports, or gives verdicts if `verdict` has settings for these.
+pub(crate) fn run(plan: &ProcessPlan, verdict: Option<&VerdictSettings>) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_uprobes()?;
     uprobes::expect_free_locks()?;
-    attach::capture_log(args.verbose);
-    let mut wanted = VerdictInputs::read(args)?;
-    let exports = args.exports()?;
-    let difference = Difference::of(args, args.view())?;
-    let listener = args.serve.listen()?;
-    let (mut poller, output) = args.start()?;
+    attach::capture_log(plan.verbose);
+    let mut wanted = verdict.map_or(Ok(VerdictInputs::default()), VerdictInputs::read)?;
+    let exports = plan.outputs.exports()?;
+    let difference = plan.outputs.difference(&plan.report.subject)?;
+    let listener = plan.outputs.serve.listen()?;
+    let (mut poller, output) = plan.outputs.start(&plan.report)?;
     // With a command, no thread is started here: no other thread may hold a lock when the command is forked.
-    if args.command.is_none() {
+    if plan.target.command.is_none() {
         bpf::prefetch_kernel_types();
     }
-    let mut target = Targets::choose(args)?;
-    let server = listener.map(|listener| Server::start(listener, args.served_bytes()));
+    let mut target = Targets::choose(plan)?;
+    let server = listener.map(|listener| Server::start(listener, plan.memory.served_bytes()));
     let server = server.transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
-    let mut symbolizer = target
-        .symbolizer()?
-        .with_source(args.source, args.makes_profiles() || wanted.source_lines())?;
-    let (attached, links, unwinder) = probes::attach(&target, args)?;
+    let mut symbolizer = target.symbolizer()?.with_source(
+        plan.source,
+        plan.outputs.makes_profiles() || wanted.source_lines(),
+    )?;
+    let (attached, links, unwinder) = probes::attach(&target, plan)?;
     symbolizer.name_interpreters(unwinder.names());
     let rings = Rings::new(&attached)?;
     let mappings = symbolizer.code.descriptor()?;
     let mut command = target.command.take();
-    wanted.watch(args, command.as_ref())?;
-    let upkeep = Upkeep::new(&attached, &target, args, links)?;
+    if let Some(settings) = verdict {
+        wanted.watch(settings, command.as_ref())?;
+    }
+    let upkeep = Upkeep::new(&attached, &target, plan, links)?;
     let processes = Processes::new(upkeep, &rings, symbolizer)?;
-    let mut reporter = Reporter::new(processes, args, output, exports, difference);
+    let mut reporter = Reporter::new(processes, &plan.report, output, exports, difference);
     // Readers of stderr take these lines as the sign that the trace has begun.
     for object in target.files() {
         eprintln!("memleak: {} ({})", object.found(), attached.how);
@@ -127,19 +130,20 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     if let Some(exit) = &wanted.at_exit {
         poller.watch(exit);
     }
-    let leaks = match target.processes.first() {
-        Some(one) if args.verdict.moment.is_some() => {
-            let Reporter { source, output, .. } = &mut reporter;
-            verdict::run(source, &one.process, args, &mut poller, output, &wanted)?
-        }
-        _ => reporter.run(&mut poller, server.as_ref()).map(|()| 0)?,
-    };
+    let mut has_forbidden_leaks = false;
+    if let (Some(settings), Some(one)) = (verdict, target.processes.first()) {
+        let Reporter { source, output, .. } = &mut reporter;
+        let leaks = verdict::run(source, &one.process, settings, &mut poller, output, &wanted)?;
+        has_forbidden_leaks = leaks > 0 && settings.fails_on_leaks;
+    } else {
+        reporter.run(&mut poller, server.as_ref())?;
+    }
 
     drop(server);
     let harm = reporter.source.finish(&mut reporter.output)?;
     unwinder.report(&mut reporter.output)?;
     let status = command.as_mut().map(HeldCommand::finish).transpose()?;
-    let status = reporter.finish(status.flatten(), leaks)?;
+    let status = reporter.finish(status.flatten(), has_forbidden_leaks)?;
     match harm {
         Some(harm) => bail!("{harm}: the trace has ended"),
         None => Ok(status),
@@ -167,7 +171,7 @@ impl<'a> Rings<'a> {
 struct Processes<'a> {
     attached: &'a Attached,
     target: &'a Targets,
-    args: &'a Args,
+    plan: &'a ProcessPlan,
     upkeep: Upkeep<'a>,
     rings: &'a Rings<'a>,
     symbolizer: Symbolizer,
@@ -245,7 +249,7 @@ impl Source for Processes<'_> {
     fn snapshot(&mut self, now_ns: u64, exited: bool) -> Result<ReportData> {
         self.symbolizer.refresh();
         self.names.look_again();
-        let (mut totals, mut allocations) = match self.args.mode {
+        let (mut totals, mut allocations) = match self.plan.recording.mode {
             Mode::Leak => self.outstanding(now_ns, exited)?,
             Mode::Peak => (totals::at_peak(self.attached)?, Vec::new()),
             _ => {
@@ -255,12 +259,12 @@ impl Source for Processes<'_> {
         };
         sums::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
         let mut errors = None;
-        if let Some(sampling) = Sampling::of(self.args) {
+        if let Some(sampling) = self.plan.recording.sampling {
             let estimate = sampling.estimate(&allocations);
             totals = estimate.0;
             errors = Some(estimate.1);
         }
-        if self.args.mode == Mode::Leak && !self.sets_exited_apart() {
+        if self.plan.recording.mode == Mode::Leak && !self.sets_exited_apart() {
             self.exited_totals.add_to(&mut totals, errors.as_mut());
             sums::merge_lost(&mut self.stacks, &mut totals, &mut [])?;
         }
@@ -294,7 +298,7 @@ impl Source for Processes<'_> {
         let only = self.names.any().filter(|_| !self.is_several());
         let bss = self.attached.skel.maps.bss_data.as_deref();
         let peak = bss.map(|bss| bss.peak);
-        let peak = peak.filter(|peak| self.args.mode == Mode::Peak && peak.number > 0);
+        let peak = peak.filter(|peak| self.plan.recording.mode == Mode::Peak && peak.number > 0);
         HeadContext {
             process: only.map(|pid| self.names.process(pid)),
             peak_ns: peak.map(|peak| peak.time_ns),
@@ -304,7 +308,7 @@ impl Source for Processes<'_> {
     }
 
     fn resident_bytes(&self) -> Option<u64> {
-        if self.args.mode != Mode::Leak || self.is_several() {
+        if self.plan.recording.mode != Mode::Leak || self.is_several() {
             return None;
         }
         Process::open(self.names.any()?).ok()?.resident_bytes()
@@ -315,14 +319,14 @@ impl Source for Processes<'_> {
             let stack = self.symbolize(entry.key)?;
             output.row(&Group {
                 process: self.process_if_several(entry.key.pid),
-                ..Group::new(&entry, stack, self.args)
+                ..Group::new(&entry, stack, &self.plan.report)
             })?;
         }
         Ok(())
     }
 
     fn print_exited(&mut self, output: &mut Output) -> Result<()> {
-        if self.args.mode != Mode::Leak || !self.sets_exited_apart() {
+        if self.plan.recording.mode != Mode::Leak || !self.sets_exited_apart() {
             return Ok(());
         }
         let exited = mem::take(&mut self.exited_totals);
@@ -339,8 +343,12 @@ impl Source for Processes<'_> {
             age: None,
             growth: None,
         });
-        let largest = sums::largest(entries.collect(), self.args.sort, self.args.top);
-        if !self.args.json {
+        let largest = sums::largest(
+            entries.collect(),
+            self.plan.report.sort,
+            self.plan.report.top,
+        );
+        if !self.plan.report.is_json() {
             let line = text_of_exited(&sum, rest, largest.len());
             output.raw(|out| out.write_all(line.as_bytes()))?;
         }
@@ -349,14 +357,14 @@ impl Source for Processes<'_> {
             output.row(&Group {
                 kind: "exited",
                 process: Some(self.names.process(entry.key.pid)),
-                ..Group::new(&entry, stack, self.args)
+                ..Group::new(&entry, stack, &self.plan.report)
             })?;
         }
         Ok(())
     }
 
     fn print_more(&mut self, output: &mut Output) -> Result<()> {
-        if self.args.extended && self.args.records_all() {
+        if self.plan.report.extended && self.plan.recording.is_complete() {
             self.print_unknown_frees(output)?;
         }
         Ok(())
@@ -411,26 +419,29 @@ impl<'a> Processes<'a> {
         let Upkeep {
             attached,
             target,
-            args,
+            plan,
             ..
         } = upkeep;
         let processes = target.processes.iter().map(|traced| &traced.process);
-        let wants_cgroups = args.containers.wanted(args.json);
+        let wants_cgroups = plan.containers.wanted(plan.report.is_json());
         let cgroups = CgroupResolver::if_wanted(wants_cgroups, &attached.skel.maps.cgroup_paths);
         Ok(Self {
             attached,
             target,
-            args,
+            plan,
             upkeep,
             rings,
             symbolizer,
-            stacks: Stacks::new(memtools::stack_maps!(attached.skel), args.max_stacks())?,
+            stacks: Stacks::new(
+                memtools::stack_maps!(attached.skel),
+                plan.memory.max_stacks(),
+            )?,
             renewal: Renewal::default(),
             blocks: LiveBlocks::new(attached),
             regions: HashMap::new(),
             mapped: Totals::new(),
             named: target.watched().map(Process::pid).collect(),
-            names: Names::of(processes, cgroups, args.containers.container),
+            names: Names::of(processes, cgroups, plan.containers.container),
             execs: HashMap::new(),
             address_space_ends: HashMap::new(),
             exited_totals: ExitedTotals::default(),
@@ -459,7 +470,7 @@ impl<'a> Processes<'a> {
     /// Reports once that a child of the command has executed a program, as with su(1) and wrapper scripts, if
     /// children are not traced.
     fn report_programs_of_children(&mut self) {
-        if !self.args.children
+        if !self.plan.target.children
             && self.target.is_command
             && let Some(pid) = self.symbolizer.code.take_program_of_child()
         {
@@ -478,7 +489,7 @@ impl<'a> Processes<'a> {
         let bss = self.attached.skel.maps.bss_data.as_deref();
         let blocks = bss.map_or(0, |bss| bss.overflow_blocks);
         if let Some(more) = self.blocks.grow(blocks)?
-            && self.args.verbose
+            && self.plan.verbose
         {
             eprintln!("memleak: the table of blocks has grown by {more}");
         }
@@ -487,30 +498,23 @@ impl<'a> Processes<'a> {
 
     fn outstanding(&mut self, now_ns: u64, exited: bool) -> Result<(Totals, Vec<Allocation>)> {
         let (mut totals, mut allocations) = (Totals::new(), Vec::new());
-        if self.args.combined_only {
+        if self.plan.recording.only_totals {
             self.purge_ended_blocks()?;
             totals = self.read_totals()?;
         } else {
             let start = Instant::now();
             allocations = self.read_blocks()?;
-            if self.args.verbose {
+            if self.plan.verbose {
                 let time = start.elapsed();
                 eprintln!("memleak: {} blocks read in {time:.1?}", allocations.len());
             }
         }
         allocations.extend(self.live_regions());
-        let all = exited || self.args.combined_only;
-        let born_before = self.args.born_before(now_ns, all);
+        let all = exited || self.plan.recording.only_totals;
+        let born_before = self.plan.report.born_before(now_ns, all);
         allocations.retain(|allocation| allocation.time_ns <= born_before);
         sums::add_up(&mut totals, &allocations);
         Ok((totals, allocations))
-    }
-
-    /// Returns the minimum age of a block at its process's end, in nanoseconds. Blocks of an ended process will not be
-    /// freed any more, however young they are, so only --older leaves any out.
-    fn older_at_end(&self) -> u64 {
-        let older_ms = self.args.older.unwrap_or(0);
-        older_ms.saturating_mul(1_000_000)
     }
 
     /// Removes the blocks of ended address spaces from the BPF maps, for reports of totals. With --combined-only, the
@@ -519,8 +523,8 @@ impl<'a> Processes<'a> {
         if self.address_space_ends.is_empty() {
             return Ok(());
         }
-        let apart = self.args.mode == Mode::Leak && self.sets_exited_apart();
-        if self.args.combined_only && apart {
+        let apart = self.plan.recording.mode == Mode::Leak && self.sets_exited_apart();
+        if self.plan.recording.only_totals && apart {
             let left = self.take_totals_of_exited()?;
             self.exited_totals.add_totals(&left);
         }
@@ -532,11 +536,11 @@ impl<'a> Processes<'a> {
     /// processes left are kept in `exited_totals`.
     fn read_blocks(&mut self) -> Result<Vec<Allocation>> {
         let ends = &self.address_space_ends;
-        let (blocks, left) = self.blocks.read(ends, self.older_at_end())?;
+        let (blocks, left) = self.blocks.read(ends, self.plan.report.older_at_end_ns())?;
         self.address_space_ends.clear();
         // All other reports are of the BPF programs' totals, which include these blocks already.
-        if self.args.mode == Mode::Leak && !self.args.combined_only {
-            self.exited_totals.add(&left, Sampling::of(self.args));
+        if self.plan.recording.mode == Mode::Leak && !self.plan.recording.only_totals {
+            self.exited_totals.add(&left, self.plan.recording.sampling);
         }
         Ok(blocks)
     }
@@ -548,8 +552,13 @@ impl<'a> Processes<'a> {
             return UnmatchedFrees::default();
         };
         UnmatchedFrees {
-            unknown: self.args.records_all().then_some(bss.frees.unknown),
-            double: probes::notices_double_frees(skel, self.args).then_some(bss.frees.twice),
+            unknown: self
+                .plan
+                .recording
+                .is_complete()
+                .then_some(bss.frees.unknown),
+            double: probes::notices_double_frees(skel, &self.plan.recording)
+                .then_some(bss.frees.twice),
             unseen: bss.frees.replaced,
         }
     }
@@ -564,7 +573,7 @@ impl<'a> Processes<'a> {
         })?;
         let mut counts: Vec<(StackKey, u64)> = counts.into_iter().collect();
         counts.sort_unstable_by_key(|&(StackKey { pid, stack }, frees)| (frees, pid, stack));
-        let skipped = counts.len().saturating_sub(self.args.top);
+        let skipped = counts.len().saturating_sub(self.plan.report.top);
         for (key, frees) in counts.into_iter().skip(skipped) {
             let stack = self.symbolize(key)?;
             let process = self.process_if_several(key.pid);

@@ -15,20 +15,19 @@ use memtools::serve::report::ServedReport;
 use memtools::serve::server::Server;
 use memtools::serve::trend::Trends;
 
-use crate::args::{Args, Mode};
 use crate::difference::{self, Difference};
+use crate::plan::ReportSettings;
 use crate::rows::{self, Amount, Groups, Head};
 use crate::sampling;
 use crate::serve::{self, Numbers};
 use crate::source::{Flow, HeadContext, ReportData, Source};
-use crate::sums::{self, Ages, Entry, History, Sum, Totals};
-use crate::verdict;
+use crate::sums::{self, Ages, Entry, History, Sum, Totals, View};
 use crate::whole::ReportSummary;
 
 /// Reporter of a source: prints, exports and serves its reports.
 pub(crate) struct Reporter<'a, S> {
     pub(crate) source: S,
-    args: &'a Args,
+    settings: &'a ReportSettings,
     history: History,
     /// Growth of stacks over time, for clients of --serve.
     trends: Trends,
@@ -42,7 +41,7 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// Makes the reporter, and begins the exported files.
     pub(crate) fn new(
         source: S,
-        args: &'a Args,
+        settings: &'a ReportSettings,
         output: Output,
         mut exports: Exports,
         difference: Option<Difference>,
@@ -50,7 +49,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         exports.begin();
         Self {
             source,
-            args,
+            settings,
             history: History::default(),
             trends: Trends::default(),
             clock: Clock::new(),
@@ -62,9 +61,9 @@ impl<'a, S: Source> Reporter<'a, S> {
 
     /// Follows the source and reports as the options say, until the trace has ended.
     pub(crate) fn run(&mut self, poller: &mut Poller<'_>, server: Option<&Server>) -> Result<()> {
-        let interval = self.args.interval();
+        let interval = self.settings.interval;
         poller.tick_every(interval)?;
-        let mut reports_left = self.args.count;
+        let mut reports_left = self.settings.count;
         loop {
             let wake = poller.wait(self.source.deadline())?;
             if let Flow::End { exited } = self.source.handle_events(&wake, &mut self.output)? {
@@ -82,7 +81,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             if wake.tick {
                 reports_left = reports_left.map(|left| left - 1);
                 let last = reports_left == Some(0);
-                if last || !self.args.folded {
+                if last || !self.settings.is_folded() {
                     self.report(false)?;
                 }
                 if last {
@@ -94,14 +93,16 @@ impl<'a, S: Source> Reporter<'a, S> {
         }
     }
 
-    /// Ends the exported files. Returns the exit status, from the command's, if there is a command, and from the number
-    /// of leaks that a verdict has found.
-    pub(crate) fn finish(self, command: Option<u8>, leaks: u64) -> Result<ExitCode> {
+    /// Ends the exported files. Returns the exit status: the command's, if there is a command, or that of a failure, if
+    /// there are leaks that --fail-on forbids, or more growth than it permits.
+    pub(crate) fn finish(self, command: Option<u8>, has_forbidden_leaks: bool) -> Result<ExitCode> {
         self.exports.finish()?;
-        if self.args.verdict.moment.is_some() {
-            return Ok(verdict::status(self.args, leaks, command));
-        }
-        Ok(difference::status(self.difference, command))
+        let difference = self.difference.as_ref();
+        let has_grown = difference.is_some_and(Difference::is_too_much);
+        Ok(difference::status_if(
+            has_forbidden_leaks || has_grown,
+            command,
+        ))
     }
 
     /// Prints and exports a report of this moment.
@@ -109,13 +110,13 @@ impl<'a, S: Source> Reporter<'a, S> {
         let now = clock::monotonic_ns();
         let mut found = self.source.snapshot(now, exited)?;
         // With --folded there is one report, of everything since the start.
-        let shown = match self.args.mode {
-            Mode::Alloc | Mode::Churn if !self.args.folded => {
+        let shown = match self.settings.view {
+            View::Allocated | View::Churned if !self.settings.is_folded() => {
                 sums::since(self.history.last(), &found.totals)
             }
             _ => found.totals.clone(),
         };
-        if self.args.folded {
+        if self.settings.is_folded() {
             self.print_folded(now, &shown, &found)?;
         } else {
             self.print(now, &shown, &mut found)?;
@@ -143,9 +144,9 @@ impl<'a, S: Source> Reporter<'a, S> {
             requested_bytes: heading.tells_requested.then_some(sum.total.requested_bytes),
             allocations: sum.total.allocations,
         };
-        let largest = self.largest(now, shown, found, self.args.top);
+        let largest = self.largest(now, shown, found, self.settings.top);
         self.head(now, heading, sum.stacks, amount)?;
-        if self.args.show_allocs {
+        if self.settings.show_allocs {
             let allocations = &mut found.allocations;
             allocations.sort_unstable_by_key(|one| (one.size, one.address, one.pid));
             rows::list(&mut self.output, allocations, self.source.is_several())?;
@@ -157,7 +158,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             ..ReportSummary::default()
         };
         self.source.print_groups(largest, &mut self.output)?;
-        if !self.args.json {
+        if !self.settings.is_json() {
             self.print_whole(whole, shown)?;
         }
         self.source.print_exited(&mut self.output)?;
@@ -175,7 +176,7 @@ impl<'a, S: Source> Reporter<'a, S> {
 
     /// Returns the `top` groups that are largest by the sort key of the options, the largest last.
     fn largest(&self, now: u64, shown: &Totals, found: &ReportData, top: usize) -> Vec<Entry> {
-        let mut ages = if self.args.wants_ages() {
+        let mut ages = if self.settings.wants_ages() {
             Ages::of(&found.allocations)
         } else {
             Ages::default()
@@ -186,12 +187,12 @@ impl<'a, S: Source> Reporter<'a, S> {
             total,
             error_bytes: error_of(key).map(|error| error.bytes()),
             age: ages.at(now, *key),
-            growth: match self.args.mode {
-                Mode::Leak => self.history.growth(now, *key, total.bytes),
+            growth: match self.settings.view {
+                View::Outstanding => self.history.growth(now, *key, total.bytes),
                 _ => None,
             },
         });
-        sums::largest(entries.collect(), self.args.sort, top)
+        sums::largest(entries.collect(), self.settings.sort, top)
     }
 
     fn head(
@@ -205,8 +206,8 @@ impl<'a, S: Source> Reporter<'a, S> {
             time: self.clock.local(now),
             process: heading.process,
             peak_time: heading.peak_ns.map(|peak_ns| self.clock.local(peak_ns)),
-            top: self.args.top,
-            view: self.args.view(),
+            top: self.settings.top,
+            view: self.settings.view,
             groups: self.source.groups(stacks),
             amount,
             unknown_frees: heading.frees.unknown,
@@ -239,7 +240,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         let Some(difference) = &mut self.difference else {
             return Ok(());
         };
-        difference.print(&profile, self.args.top, &mut self.output)
+        difference.print(&profile, self.settings.top, &mut self.output)
     }
 
     /// Symbolizes all stacks, for other formats.
@@ -250,8 +251,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             Ok(total.sample(self.source.symbolize(key)?))
         });
         let samples: Vec<Sample> = samples.collect::<Result<_>>()?;
-        let subject = sums::subject(self.args.view(), self.args);
-        Ok(self.exports.profile(subject, samples))
+        Ok(self.exports.profile(self.settings.subject.clone(), samples))
     }
 
     /// Makes a report of this moment for clients of --serve, with all stacks, as --export would write them. Such a
@@ -262,7 +262,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         let profile = self.profile(&totals)?;
         let lost = self.source.losses()?;
         let numbers = Numbers {
-            view: self.args.view(),
+            view: self.settings.view,
             sum: Sum::of(&totals),
             frees: self.source.heading().frees,
             hits: self.source.hits(),
@@ -282,7 +282,7 @@ impl<'a, S: Source> Reporter<'a, S> {
 
     /// Records how stacks grow, if there are clients to show that to.
     fn record_trends(&mut self, totals: &Totals) {
-        if self.args.serve.serve.is_some() {
+        if self.settings.keeps_trends {
             self.trends.look(Instant::now(), serve::bytes(totals));
         }
     }

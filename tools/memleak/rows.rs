@@ -13,7 +13,7 @@ use memtools::run::losses::Losses;
 use memtools::stacks::named::{NamedStack, StackText};
 use serde::{Serialize, Serializer};
 
-use crate::args::Args;
+use crate::plan::ReportSettings;
 use crate::sums::{Age, Allocation, Entry, Growth, View};
 
 /// Amount of memory in a report, or in one of its groups.
@@ -239,7 +239,7 @@ pub(crate) struct Group {
 
 impl Group {
     /// Makes the row of an entry.
-    pub(crate) fn new(entry: &Entry, stack: NamedStack, args: &Args) -> Self {
+    pub(crate) fn new(entry: &Entry, stack: NamedStack, report: &ReportSettings) -> Self {
         let Entry { key, total, .. } = *entry;
         Self {
             kind: "stack",
@@ -254,8 +254,8 @@ impl Group {
             growth: entry.growth,
             stack_id: key.stack,
             stack,
-            addresses: !args.combined_only,
-            extended: args.extended,
+            addresses: report.addresses,
+            extended: report.extended,
         }
     }
 }

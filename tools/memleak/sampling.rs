@@ -12,7 +12,6 @@
 
 use std::collections::HashMap;
 
-use crate::args::Args;
 use crate::sums::{Allocation, StackKey, Total, Totals};
 
 /// Standard deviations on each side of an estimate that make a 95 % confidence interval.
@@ -33,14 +32,14 @@ pub(crate) struct Sampling {
 }
 
 impl Sampling {
-    /// Returns the sampling that the options ask for, if any.
-    pub(crate) fn of(args: &Args) -> Option<Self> {
-        let first = args.sample_bytes.unwrap_or(LEVEL_BYTES);
+    /// Returns the sampling with this distance at level 0, or with levels, if either is wanted.
+    pub(crate) fn new(sample_bytes: Option<u32>, has_levels: bool) -> Option<Self> {
+        let first = sample_bytes.unwrap_or(LEVEL_BYTES);
         let sampling = Self {
-            sample_bytes: args.sample_bytes.unwrap_or(0),
-            level_bytes: args.max_overhead.map_or(0, |_| first),
+            sample_bytes: sample_bytes.unwrap_or(0),
+            level_bytes: if has_levels { first } else { 0 },
         };
-        (args.sample_bytes.is_some() || args.max_overhead.is_some()).then_some(sampling)
+        (sample_bytes.is_some() || has_levels).then_some(sampling)
     }
 
     /// Returns the mean distance at a level, as the BPF program computes it.

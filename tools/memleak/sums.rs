@@ -12,7 +12,7 @@ use memtools::stacks::named::NamedStack;
 use memtools::stacks::table::Stacks;
 use serde::Serialize;
 
-use crate::args::{Args, SortKey};
+use crate::args::SortKey;
 
 /// An allocation that was not freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +59,7 @@ impl Total {
 }
 
 /// Returns the names of a view's numbers in other formats. They are the names of Go's heap profiles, where Go has any.
-pub(crate) fn subject(view: View, args: &Args) -> ProfileInfo {
+pub(crate) fn subject(view: View, remarks: Vec<String>) -> ProfileInfo {
     let (name, objects, space) = match view {
         View::Outstanding => ("outstanding allocations", "inuse_objects", "inuse_space"),
         View::Peak => ("allocations at peak usage", "inuse_objects", "inuse_space"),
@@ -70,16 +70,6 @@ pub(crate) fn subject(view: View, args: &Args) -> ProfileInfo {
             "churn_space",
         ),
     };
-    let mut remarks = Vec::new();
-    if args.sample_bytes.is_some() || args.max_overhead.is_some() {
-        remarks.push("estimated from a sample".to_owned());
-    }
-    if args.sample_rate > 1 {
-        remarks.push(format!(
-            "about one of {} allocations was recorded, and stands for itself alone",
-            args.sample_rate
-        ));
-    }
     ProfileInfo {
         name: name.to_owned(),
         values: vec![

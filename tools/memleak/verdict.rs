@@ -4,7 +4,6 @@
 pub(crate) mod args;
 mod idle;
 
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -20,19 +19,10 @@ use memtools::verdict::{
     TracedAllocation, TracedBlocks,
 };
 
-use self::args::Moment;
 use self::idle::IdleWatch;
-use crate::args::Args;
-use crate::difference::{self, FailOn};
+use crate::plan::{Moment, VerdictSettings};
 use crate::source::{Flow, ReportData, Source};
 use crate::sums::StackKey;
-
-/// Returns the exit status of a run whose last verdict has found this number of leaks, from the command's, if there is a
-/// command.
-pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
-    let fails = leaks > 0 && args.difference.fail_on == Some(FailOn::Unreachable);
-    difference::status_if(fails, command)
-}
 
 /// Input of a verdict besides the trace.
 #[derive(Default)]
@@ -47,8 +37,8 @@ impl VerdictInputs {
     ///
     /// # Errors
     /// If a file cannot be read or parsed.
-    pub(crate) fn read(args: &Args) -> Result<Self> {
-        let suppressions = Suppressions::read(&args.verdict.suppressions)?;
+    pub(crate) fn read(settings: &VerdictSettings) -> Result<Self> {
+        let suppressions = Suppressions::read(&settings.suppressions)?;
         if suppressions.ignored() > 0 {
             eprintln!(
                 "memleak: ignored {} suppressions that are not Memcheck:Leak entries",
@@ -70,8 +60,12 @@ impl VerdictInputs {
     ///
     /// # Errors
     /// If the kernel refuses to trace the command.
-    pub(crate) fn watch(&mut self, args: &Args, command: Option<&HeldCommand>) -> Result<()> {
-        let command = command.filter(|_| args.verdict.moment == Some(Moment::Exit));
+    pub(crate) fn watch(
+        &mut self,
+        settings: &VerdictSettings,
+        command: Option<&HeldCommand>,
+    ) -> Result<()> {
+        let command = command.filter(|_| settings.moment == Moment::Exit);
         self.at_exit = command.map(|held| AtExit::watch(held.pid())).transpose()?;
         Ok(())
     }
@@ -86,12 +80,12 @@ impl VerdictInputs {
 pub(crate) fn run<S: Source>(
     source: &mut S,
     process: &Process,
-    args: &Args,
+    settings: &VerdictSettings,
     poller: &mut Poller<'_>,
     output: &mut Output,
     wanted: &VerdictInputs,
 ) -> Result<u64> {
-    let leaks = follow(source, process, args, poller, output, wanted);
+    let leaks = follow(source, process, settings, poller, output, wanted);
     // Release the command even if there is no verdict on it.
     if let Some(at_exit) = &wanted.at_exit {
         at_exit.release();
@@ -102,16 +96,21 @@ pub(crate) fn run<S: Source>(
 fn follow<S: Source>(
     source: &mut S,
     process: &Process,
-    args: &Args,
+    settings: &VerdictSettings,
     poller: &mut Poller<'_>,
     output: &mut Output,
     wanted: &VerdictInputs,
 ) -> Result<u64> {
     let begun = Instant::now();
     let (mut beside, mut left) = (None, None);
-    if let Some(Moment::Every { interval, count }) = args.verdict.moment {
+    if let Moment::Every {
+        interval,
+        count,
+        idle,
+    } = settings.moment
+    {
         left = count;
-        beside = IdleWatch::if_wanted(process, args.verdict.idle, interval)?;
+        beside = IdleWatch::if_wanted(process, idle, interval)?;
         if beside.is_none() {
             poller.tick_every(interval)?;
         }
@@ -132,7 +131,7 @@ fn follow<S: Source>(
         let Some(at_exit) = &wanted.at_exit else {
             if wake.report || is_due || wake.stop {
                 let watch = beside.as_ref().map(IdleWatch::watch);
-                let due = (args, wanted, begun.elapsed());
+                let due = (settings, wanted, begun.elapsed());
                 let last = judge_now(source, process, watch, due, output)?;
                 if is_due {
                     left = left.map(|left| left - 1);
@@ -141,10 +140,10 @@ fn follow<S: Source>(
                     return Ok(last);
                 }
                 leaks = Some(last);
-                match (&mut beside, args.verdict.moment) {
+                match (&mut beside, settings.moment) {
                     (Some(watch), _) => watch.begin_anew(is_due)?,
                     // Verdicts are a whole interval apart, however long one takes.
-                    (None, Some(Moment::Every { interval, .. })) if is_due => {
+                    (None, Moment::Every { interval, .. }) if is_due => {
                         poller.tick_every(interval)?;
                     }
                     _ => (),
@@ -159,7 +158,7 @@ fn follow<S: Source>(
             // If all allocations were traced, and all were freed, the process need not even have a heap.
             let is_empty = found.allocations.len() == found.mappings && !source.losses()?.any();
             let case = HeapAnalysis::look_at_exit(process, image, is_empty)?;
-            let due = (args, wanted, begun.elapsed());
+            let due = (settings, wanted, begun.elapsed());
             leaks = Some(judge(source, case, found, due, output)?);
             at_exit.release();
         }
@@ -180,10 +179,10 @@ fn judge_now<S: Source>(
     source: &mut S,
     process: &Process,
     watch: Option<&Watch>,
-    due: (&Args, &VerdictInputs, Duration),
+    due: (&VerdictSettings, &VerdictInputs, Duration),
     output: &mut Output,
 ) -> Result<u64> {
-    let request = due.0.verdict.copies.request(process, watch);
+    let request = due.0.copies.request(process, watch);
     let case = HeapAnalysis::take_confirmed(&request, &mut |_| Ok(()))?;
     // Lost blocks have not been freed since the copy, so none of their allocations are missing here.
     let found = source.snapshot(case.image().copied_ns, true)?;
@@ -194,7 +193,7 @@ fn judge<S: Source>(
     source: &mut S,
     mut case: HeapAnalysis<'_>,
     found: ReportData,
-    (args, wanted, traced): (&Args, &VerdictInputs, Duration),
+    (settings, wanted, traced): (&VerdictSettings, &VerdictInputs, Duration),
     output: &mut Output,
 ) -> Result<u64> {
     let copied_ns = case.image().copied_ns;
@@ -221,12 +220,12 @@ fn judge<S: Source>(
         pid,
         copied_ns,
     };
-    let settings = Settings {
-        top: args.top,
-        why: &args.verdict.why,
-        container: args.containers.container,
+    let shown = Settings {
+        top: settings.top,
+        why: &settings.why,
+        container: settings.container,
     };
-    let report = case.report(&settings, &mut stacks, &wanted.suppressions)?;
+    let report = case.report(&shown, &mut stacks, &wanted.suppressions)?;
     let leaks = report.leaks();
     report.print(Sections::ALL, output)?;
     output.flush()?;

@@ -21,7 +21,8 @@ use nix::fcntl::{FcntlArg, fcntl};
 use super::args::Kinds;
 use super::bpf::types::{block, block_maps, program_pair};
 use super::bpf::{self, Loaded, Prepared};
-use crate::args::{Args, count_within};
+use crate::args::count_within;
+use crate::plan::{KernelPlan, MemorySettings};
 
 /// Capacity of a pipe for which the kernel allocates one object of order LEARN_ORDER (2): 256 buffers of 40 bytes,
 /// which is more than the objects of kmalloc's largest slab cache have.
@@ -65,15 +66,16 @@ enum Bulk {
 }
 
 /// Loads and attaches the programs for these kinds of memory.
-pub(super) fn start(args: &Args, filter: &Filter, kinds: Kinds) -> Result<Attached> {
-    block_capacities(args)?;
-    let way = |name, bulk| Variant::new(name, move || try_start(args, filter, kinds, bulk));
+pub(super) fn start(plan: &KernelPlan, filter: &Filter) -> Result<Attached> {
+    block_capacities(&plan.memory)?;
+    let kinds = plan.kinds;
+    let way = |name, bulk| Variant::new(name, move || try_start(plan, filter, bulk));
     let mut ways = Vec::new();
     if kinds.slab {
         ways.push(way("bulk frees by kprobe", Bulk::Kprobe));
     }
     ways.push(way("tracepoints", Bulk::Unseen));
-    let (way, attached) = attach::first_that_works(args.verbose, ways)?;
+    let (way, attached) = attach::first_that_works(plan.verbose, ways)?;
     eprintln!(
         "memleak: tracing {} ({way})",
         attached.tracepoints.join(", ")
@@ -87,12 +89,13 @@ pub(super) fn start(args: &Args, filter: &Filter, kinds: Kinds) -> Result<Attach
     Ok(attached)
 }
 
-fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<Attached> {
+fn try_start(plan: &KernelPlan, filter: &Filter, bulk: Bulk) -> Result<Attached> {
+    let kinds = plan.kinds;
     if bulk == Bulk::Kprobe && !kernel_support::has_kprobes() {
         bail!("this kernel is built without kprobes");
     }
-    let learns = kinds.slab && (kinds.pages || with_caches(args));
-    let skel = load(args, filter, kinds, bulk, learns)?;
+    let learns = kinds.slab && (kinds.pages || plan.with_caches());
+    let skel = load(plan, filter, bulk, learns)?;
     let programs = &skel.progs;
     let mut links = Vec::new();
     // Frees are attached first: if the allocation of a block is traced, its free must be traced, too.
@@ -117,7 +120,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
         links,
         tracepoints,
         added: RefCell::default(),
-        capacities: block_capacities(args)?,
+        capacities: block_capacities(&plan.memory)?,
     };
     if learns && !attached.learn()? {
         eprintln!(
@@ -128,9 +131,10 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
     Ok(attached)
 }
 
-fn load(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk, learns: bool) -> Result<Loaded> {
+fn load(plan: &KernelPlan, filter: &Filter, bulk: Bulk, learns: bool) -> Result<Loaded> {
+    let kinds = plan.kinds;
     let sheaves = kernel_support::btf_has_name("__kfree_rcu_sheaf");
-    let mut open = open(args, filter, kinds)?;
+    let mut open = open(plan, filter)?;
     open.options()?.learns = learns.into();
     let wanted = |program: &str| match program.trim_end_matches(SECOND) {
         "kmalloc" | "cache_alloc" | "kfree" | "cache_free" => kinds.slab,
@@ -304,13 +308,13 @@ impl Attached {
 }
 
 /// Returns the capacities of the maps of blocks, in the order in which the maps are made.
-fn block_capacities(args: &Args) -> Result<Vec<u32>, UsageError> {
-    if let Some(blocks) = args.max_allocs {
-        args.expect_room(blocks, u64::from(blocks) * BLOCK_BYTES)?;
+fn block_capacities(memory: &MemorySettings) -> Result<Vec<u32>, UsageError> {
+    if let Some(blocks) = memory.blocks {
+        memory.expect_room(blocks, u64::from(blocks) * BLOCK_BYTES)?;
         return Ok(vec![blocks]);
     }
-    let each = BLOCK_BYTES + args.reported_block_bytes();
-    let mut rest = count_within(args.bytes_for_blocks(), each);
+    let each = BLOCK_BYTES + memory.reported_block_bytes();
+    let mut rest = count_within(memory.bytes_for_blocks(), each);
     let mut capacities = Vec::new();
     for (most, part) in BLOCK_STEPS.into_iter().chain([(u32::MAX, 1)]) {
         let blocks = most.min(rest / part);
@@ -327,26 +331,21 @@ fn loses_if_skipped(program: &str) -> bool {
     program.ends_with(SECOND) || ["bulk_free", "rcu_free"].contains(&program)
 }
 
-/// Whether the cache of each object has to be known.
-fn with_caches(args: &Args) -> bool {
-    args.kernel.by_cache || args.kernel.cache.is_some()
-}
-
 /// Opens the skeleton and sets its options, before it is loaded.
-fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<Prepared<'filter>> {
-    let mut open = bpf::prepare(filter, args.stack_capacity())?;
+fn open<'filter>(plan: &KernelPlan, filter: &'filter Filter) -> Result<Prepared<'filter>> {
+    let mut open = bpf::prepare(filter, plan.memory.stack_capacity())?;
     let cpus = libbpf_rs::num_possible_cpus().context("failed to count the CPUs")?;
     let options = open.options()?;
-    options.min_size = args.min_size;
-    options.max_size = args.max_size;
-    options.sample_rate = args.sample_rate;
+    options.min_size = plan.recording.min_size;
+    options.max_size = plan.recording.max_size;
+    options.sample_rate = plan.recording.sample_rate;
     options.page_shift = page_size::page_shift()?;
     options.possible_cpus = cpus as u32;
-    options.keep_totals = args.combined_only.into();
-    options.by_cache = args.kernel.by_cache.into();
-    options.with_caches = with_caches(args).into();
-    options.with_pages = kinds.pages.into();
-    if let Some(cache) = &args.kernel.cache {
+    options.keep_totals = plan.recording.only_totals.into();
+    options.by_cache = plan.by_cache.into();
+    options.with_caches = plan.with_caches().into();
+    options.with_pages = plan.kinds.pages.into();
+    if let Some(cache) = &plan.cache {
         options.one_cache = 1;
         for (to, from) in options.cache_name.iter_mut().zip(cache.bytes()) {
             *to = from.cast_signed();
@@ -365,10 +364,13 @@ fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<P
         .is_some_and(|name| name != "bool");
     options.tells_percpu_bytes = tells_bytes.into();
 
-    let first = block_capacities(args)?.first().copied().unwrap_or(1);
+    let first = block_capacities(&plan.memory)?
+        .first()
+        .copied()
+        .unwrap_or(1);
     map_create::set_capacity(&mut open.maps.blocks, first)?;
-    let totals = if args.combined_only {
-        args.stack_storage_size.unwrap_or(DEFAULT_TOTALS)
+    let totals = if plan.recording.only_totals {
+        plan.memory.stacks.unwrap_or(DEFAULT_TOTALS)
     } else {
         1
     };
@@ -378,10 +380,10 @@ fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<P
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
     use memtools::parse;
 
     use super::*;
+    use crate::plan;
 
     #[test]
     fn programs_without_a_second_lose_what_they_skip() {
@@ -396,8 +398,8 @@ mod tests {
     #[test]
     fn blocks_are_as_many_as_the_limit_allows_unless_they_are_said() {
         let room = |options: &[&str]| {
-            let args = [&["memleak", "-k"], options].concat();
-            block_capacities(&Args::try_parse_from(args).expect("valid"))
+            let line = [&["memleak", "-k"], options].concat().join(" ");
+            block_capacities(&plan::tests::memory(&line).expect("valid"))
         };
         let each = BLOCK_BYTES + 72;
         for limit in ["64M", "768M", "4G"] {

@@ -1,7 +1,8 @@
 //! Sizes of the maps for live blocks.
 
 use super::bpf::types::{block_bucket, live_layout};
-use crate::args::{Args, count_within};
+use crate::args::count_within;
+use crate::plan::MemorySettings;
 use memtools::parse::UsageError;
 
 /// Default number of blocks that the table is made for. Further blocks go to the map `overflow` and its successors.
@@ -23,10 +24,10 @@ pub(super) struct BlockMapSizes {
 }
 
 impl BlockMapSizes {
-    pub(super) fn with_table(args: &Args) -> Result<Self, UsageError> {
-        let Some(blocks) = args.max_allocs else {
-            let bytes = args.bytes_for_blocks();
-            let reported = args.reported_block_bytes();
+    pub(super) fn with_table(memory: &MemorySettings) -> Result<Self, UsageError> {
+        let Some(blocks) = memory.blocks else {
+            let bytes = memory.bytes_for_blocks();
+            let reported = memory.reported_block_bytes();
             let bucket_bytes = table_bytes(1) + u64::from(BUCKET_BLOCKS) * reported;
             let buckets = buckets_for(DEFAULT_BLOCKS).min(count_within(bytes / 2, bucket_bytes));
             let rest = bytes.saturating_sub(u64::from(buckets) * bucket_bytes);
@@ -36,20 +37,20 @@ impl BlockMapSizes {
             });
         };
         let buckets = buckets_for(blocks);
-        args.expect_room(blocks, table_bytes(buckets))?;
+        memory.expect_room(blocks, table_bytes(buckets))?;
         Ok(Self {
             buckets,
             overflow: vec![(blocks / 16).max(1)],
         })
     }
 
-    pub(super) fn without_table(args: &Args) -> Result<Self, UsageError> {
-        let overflow = if let Some(blocks) = args.max_allocs {
-            args.expect_room(blocks, u64::from(blocks) * OVERFLOW_BLOCK_BYTES)?;
+    pub(super) fn without_table(memory: &MemorySettings) -> Result<Self, UsageError> {
+        let overflow = if let Some(blocks) = memory.blocks {
+            memory.expect_room(blocks, u64::from(blocks) * OVERFLOW_BLOCK_BYTES)?;
             vec![blocks]
         } else {
-            let block_bytes = OVERFLOW_BLOCK_BYTES + args.reported_block_bytes();
-            steps(count_within(args.bytes_for_blocks(), block_bytes))
+            let block_bytes = OVERFLOW_BLOCK_BYTES + memory.reported_block_bytes();
+            steps(count_within(memory.bytes_for_blocks(), block_bytes))
         };
         Ok(Self {
             buckets: 1,
@@ -81,16 +82,19 @@ fn table_bytes(buckets: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use anyhow::Result;
-    use clap::Parser;
     use memtools::stacks::table;
 
     use super::*;
+    use crate::plan;
 
     const MORE_OVERFLOW: usize = live_layout::MORE_OVERFLOW.0 as usize;
 
+    fn memory(options: &[&str]) -> Result<MemorySettings> {
+        plan::tests::memory(&[&["memleak", "-p", "1"], options].concat().join(" "))
+    }
+
     fn room(args: &[&str]) -> Result<BlockMapSizes> {
-        let args = [&["memleak", "-p", "1"], args].concat();
-        Ok(BlockMapSizes::with_table(&Args::try_parse_from(args)?)?)
+        Ok(BlockMapSizes::with_table(&memory(args)?)?)
     }
 
     fn overflow_bytes(room: &BlockMapSizes) -> u64 {
@@ -115,12 +119,11 @@ mod tests {
             let default = room(options).expect("within the limit");
             let table = table_bytes(default.buckets);
             let overflow = overflow_bytes(&default);
-            let parsed = [&["memleak", "-p", "1"], options].concat();
-            let parsed = Args::try_parse_from(parsed).expect("valid");
+            let memory = memory(options).expect("valid");
             let blocks = u64::from(default.buckets * BUCKET_BLOCKS)
                 + default.overflow.iter().copied().map(u64::from).sum::<u64>();
-            let reported = blocks * parsed.reported_block_bytes();
-            let stacks = u64::from(parsed.max_stacks()) * (table::ENTRY_BYTES + 640);
+            let reported = blocks * memory.reported_block_bytes();
+            let stacks = u64::from(memory.max_stacks()) * (table::ENTRY_BYTES + 640);
             let sum = table + overflow + reported + stacks;
             assert!(
                 all.contains(&sum),
@@ -140,8 +143,7 @@ mod tests {
     #[test]
     fn memory_is_limited_without_the_table_too() {
         let overflow = |options: &[&str]| {
-            let args = [&["memleak", "-p", "1"], options].concat();
-            let room = BlockMapSizes::without_table(&Args::try_parse_from(args).expect("valid"));
+            let room = BlockMapSizes::without_table(&memory(options).expect("valid"));
             room.map(|room| room.overflow)
         };
         let of = |blocks| overflow(&["--mem-limit", "1M", "--max-allocs", blocks]);

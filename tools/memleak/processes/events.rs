@@ -13,7 +13,6 @@ use super::signature::Signature;
 use super::{Processes, allocations_of};
 use crate::args::Mode;
 use crate::rows::{Call, DoubleFree, Step};
-use crate::sampling::Sampling;
 use crate::source::Source;
 use crate::sums::StackKey;
 
@@ -29,7 +28,7 @@ impl Processes<'_> {
     ) -> Result<()> {
         for event in events {
             let step = self.take_event(&event, output)?;
-            if self.args.trace
+            if self.plan.recording.trace
                 && let Some(step) = step
             {
                 let comm = text::from_c(&event.comm);
@@ -68,7 +67,7 @@ impl Processes<'_> {
                 regions.map_ignored(start, size);
                 Some(Step::AllocExited)
             }
-            Kind::EVENT_MAP if self.args.mode == Mode::Alloc => {
+            Kind::EVENT_MAP if self.plan.recording.mode == Mode::Alloc => {
                 let total = self.mapped.entry(StackKey { pid, stack }).or_default();
                 total.bytes += size;
                 total.allocations += 1;
@@ -132,7 +131,7 @@ impl Processes<'_> {
             let shown = frame.symbol.as_ref().map(|(name, _)| &**name);
             let name = frame.mangled.as_deref().or(shown);
             let signature =
-                name.and_then(|name| allocators::signature(name, &self.args.symbols_prefix));
+                name.and_then(|name| allocators::signature(name, &self.plan.functions.prefix));
             signature.is_some_and(Signature::frees)
         };
         let frames = stack.user.iter().flat_map(|part| &part.frames);
@@ -150,8 +149,13 @@ impl Processes<'_> {
             && end == End::Exit
         {
             let mut left = allocations_of(pid, &regions);
-            left.retain(|region| region.time_ns.saturating_add(self.older_at_end()) <= time_ns);
-            self.exited_totals.add(&left, Sampling::of(self.args));
+            left.retain(|region| {
+                region
+                    .time_ns
+                    .saturating_add(self.plan.report.older_at_end_ns())
+                    <= time_ns
+            });
+            self.exited_totals.add(&left, self.plan.recording.sampling);
         }
         self.address_space_ends
             .entry(pid)
@@ -176,7 +180,7 @@ impl Processes<'_> {
             address: event.address,
             stack,
         };
-        if self.args.json {
+        if self.plan.report.is_json() {
             output.row(&freed)
         } else {
             eprint!("{freed}");

@@ -17,8 +17,8 @@ use super::probes::{AttachMode, Attached, Started};
 use super::signature::Signature;
 use super::stopped;
 use super::target::Targets;
-use crate::args::{Args, Mode};
-use crate::sampling::Sampling;
+use crate::args::Mode;
+use crate::plan::ProcessPlan;
 
 /// Capacity of the totals by process and stack, unless --stack-storage-size gives one.
 const MAX_TOTALS: u32 = 1 << 18;
@@ -34,16 +34,16 @@ const MAPPING_EVENT_BYTES: u32 = 1 << 20;
 const LOOKED_AT: u32 = 4096;
 
 /// Loads the BPF programs that are wanted, and attaches those that every way needs.
-pub(super) fn load(way: AttachMode, target: &Targets, args: &Args) -> Result<Started> {
+pub(super) fn load(way: AttachMode, target: &Targets, plan: &ProcessPlan) -> Result<Started> {
     let room = match way {
-        AttachMode::Plain => BlockMapSizes::without_table(args)?,
-        _ => BlockMapSizes::with_table(args)?,
+        AttachMode::Plain => BlockMapSizes::without_table(&plan.memory)?,
+        _ => BlockMapSizes::with_table(&plan.memory)?,
     };
     let signatures = signatures(target);
-    let mut open = open(&signatures, &room, way, target, args)?;
-    choose_programs(&mut open, signatures.len(), way, target, args);
-    let whose = target.whose_tables(args);
-    let early = EarlyTables::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
+    let mut open = open(&signatures, &room, way, target, plan)?;
+    choose_programs(&mut open, signatures.len(), way, target, plan);
+    let whose = target.whose_tables(&plan.target);
+    let early = EarlyTables::start(plan.unwind, &mut open.maps.unwind_shards, whose.clone())?;
     let skel = open.load()?;
     if way == AttachMode::Plain {
         share_plain_work(&skel)?;
@@ -66,10 +66,10 @@ pub(super) fn load(way: AttachMode, target: &Targets, args: &Args) -> Result<Sta
     let parts = UnwindParts {
         early,
         while_stopped: Some(while_stopped),
-        python_note: (!args.python_objects).then_some(PYTHON_NOTE),
+        python_note: (!plan.functions.python_objects).then_some(PYTHON_NOTE),
         ..memtools::unwind_parts!(skel)
     };
-    let unwinder = Unwinder::start(args.unwind, parts, whose)?;
+    let unwinder = Unwinder::start(plan.unwind, parts, whose)?;
     let attached = Attached {
         skel,
         how: "",
@@ -87,14 +87,14 @@ fn choose_programs(
     signatures: usize,
     way: AttachMode,
     target: &Targets,
-    args: &Args,
+    plan: &ProcessPlan,
 ) {
     for mut program in open.open_object_mut().progs_mut() {
         let load = sees_calls(way, signatures, &program.name().to_string_lossy());
         program.set_autoload(load);
     }
     let programs = &mut open.progs;
-    if args.python_objects {
+    if plan.functions.python_objects {
         match way {
             AttachMode::Plain => programs.plain_slot.set_autoload(true),
             _ => programs.cookie_slot.set_autoload(true),
@@ -111,9 +111,11 @@ fn choose_programs(
         }
     }
     // If other processes are traced, too, what a child of vfork() does with its parent's blocks is seen.
-    let only_named = !args.any_process();
+    let only_named = target.is_fixed();
     programs.process_shares.set_autoload(only_named);
-    programs.process_moved.set_autoload(args.cgroup.is_some());
+    programs
+        .process_moved
+        .set_autoload(plan.target.filter.cgroup.is_some());
     programs.process_exec.set_autoload(true);
     programs.thread_exit.set_autoload(true);
     for program in [
@@ -156,31 +158,32 @@ fn open<'target>(
     room: &BlockMapSizes,
     way: AttachMode,
     target: &'target Targets,
-    args: &Args,
+    plan: &ProcessPlan,
 ) -> Result<Prepared<'target>> {
-    let mut open = bpf::prepare(&target.filter, args.stack_capacity(), args.unwind)?;
-    let wants_cgroups = args.containers.wanted(args.json);
+    let mut open = bpf::prepare(&target.filter, plan.memory.stack_capacity(), plan.unwind)?;
+    let wants_cgroups = plan.containers.wanted(plan.report.is_json());
     let with_cgroups = container::prepare(wants_cgroups, &mut open.maps.cgroup_paths)?;
+    let recording = &plan.recording;
     let options = open.options()?;
     options.with_cgroups = with_cgroups;
-    options.min_size = args.min_size;
-    options.max_size = args.max_size;
-    options.sample_rate = args.sample_rate;
-    if let Some(sampling) = Sampling::of(args) {
+    options.min_size = recording.min_size;
+    options.max_size = recording.max_size;
+    options.sample_rate = recording.sample_rate;
+    if let Some(sampling) = recording.sampling {
         options.sample_bytes = sampling.sample_bytes;
         options.level_bytes = sampling.level_bytes;
     }
-    options.trace_calls = args.trace.into();
+    options.trace_calls = recording.trace.into();
     // Without a return probe, only a walk by unwind tables can tell that a call goes on.
-    let has_tables = args.unwind.mode != unwind::Mode::Fp;
+    let has_tables = plan.unwind.mode != unwind::Mode::Fp;
     options.skips_returns =
-        (way == AttachMode::Session && !args.records_all() && has_tables).into();
-    options.keep_totals = (args.combined_only || args.mode == Mode::Peak).into();
-    options.count_unknown_frees = args.extended.into();
-    options.follow_peak = (args.mode == Mode::Peak).into();
-    options.only_totals = (args.mode == Mode::Alloc).into();
-    if args.mode == Mode::Churn {
-        options.churn_ns = u64::try_from(args.interval().as_nanos()).unwrap_or(u64::MAX);
+        (way == AttachMode::Session && !recording.is_complete() && has_tables).into();
+    options.keep_totals = (recording.only_totals || recording.mode == Mode::Peak).into();
+    options.count_unknown_frees = plan.report.extended.into();
+    options.follow_peak = (recording.mode == Mode::Peak).into();
+    options.only_totals = (recording.mode == Mode::Alloc).into();
+    if recording.mode == Mode::Churn {
+        options.churn_ns = u64::try_from(plan.report.interval.as_nanos()).unwrap_or(u64::MAX);
     }
     options.bucket_count = room.buckets;
     let [first, rest @ ..] = &room.overflow[..] else {
@@ -196,18 +199,18 @@ fn open<'target>(
     let maps = &mut open.maps;
     map_create::set_capacity(&mut maps.table, room.buckets)?;
     map_create::set_capacity(&mut maps.overflow, *first)?;
-    if args.children && target.is_command {
+    if plan.target.children && target.is_command {
         map_create::set_capacity(&mut maps.unwind_looked, LOOKED_AT)?;
     }
     // The kernel makes entries as they are needed, but all buckets at once.
     let by_stack = |wanted| {
-        let most = args.stack_storage_size.unwrap_or(MAX_TOTALS);
+        let most = plan.memory.stacks.unwrap_or(MAX_TOTALS);
         if wanted { most } else { 1 }
     };
-    let totals = by_stack(args.mode != Mode::Leak || args.combined_only);
+    let totals = by_stack(recording.mode != Mode::Leak || recording.only_totals);
     map_create::set_capacity(&mut maps.totals, totals)?;
-    map_create::set_capacity(&mut maps.unknown_frees, by_stack(args.extended))?;
-    if !args.trace {
+    map_create::set_capacity(&mut maps.unknown_frees, by_stack(plan.report.extended))?;
+    if !recording.trace {
         map_create::set_capacity(&mut maps.events, MAPPING_EVENT_BYTES)?;
     }
     Ok(open)

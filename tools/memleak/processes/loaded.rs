@@ -17,7 +17,7 @@ use super::object::{Object, ProbedFile};
 use super::objects;
 use super::probes::Attached;
 use super::target::{EVERY_PROCESS, Targets, read_by_translator};
-use crate::args::Args;
+use crate::plan::FunctionSettings;
 
 /// Time between two looks at loaded files. What is allocated by a new allocator before the next look is not seen.
 pub(crate) const PAUSE: Duration = Duration::from_millis(200);
@@ -74,7 +74,7 @@ impl LoadedFiles {
         code: &mut TracedCode,
         target: &Targets,
         attached: &Attached,
-        args: &Args,
+        functions: &FunctionSettings,
     ) {
         self.print_late(LATE_PROBE_DELAY);
         for of in code.take_changed() {
@@ -90,7 +90,7 @@ impl LoadedFiles {
             }
             for file in new {
                 self.seen.insert((pid, file.number));
-                self.probe_new_file(of, &file, target, attached, args);
+                self.probe_new_file(of, &file, target, attached, functions);
             }
         }
     }
@@ -102,7 +102,7 @@ impl LoadedFiles {
         file: &CodeFile,
         target: &Targets,
         attached: &Attached,
-        args: &Args,
+        functions: &FunctionSettings,
     ) {
         let pid = target.probed_in(of);
         let known = self.searched_files.entry(pid).or_default();
@@ -110,7 +110,7 @@ impl LoadedFiles {
         let Some(identity) = file.identity().ok().filter(|&new| known.insert(new)) else {
             return;
         };
-        match self.probe(pid, &file, false, attached, args) {
+        match self.probe(pid, &file, false, attached, functions) {
             Ok(None) => {}
             Ok(Some(object)) => self.late.push(Late {
                 since: Instant::now(),
@@ -136,7 +136,7 @@ impl LoadedFiles {
         is_stopped: &dyn Fn() -> bool,
         target: &Targets,
         attached: &Attached,
-        args: &Args,
+        functions: &FunctionSettings,
     ) -> Result<()> {
         // A process that has exited meanwhile has nothing mapped.
         let Ok(process) = Process::open(pid) else {
@@ -170,7 +170,7 @@ impl LoadedFiles {
                 }
                 continue;
             }
-            match self.probe(probed_in, &file, number == 0, attached, args) {
+            match self.probe(probed_in, &file, number == 0, attached, functions) {
                 Ok(None) => {}
                 Ok(Some(object)) => {
                     let found = format!("{} ({})", object.found(), attached.how);
@@ -223,7 +223,7 @@ impl LoadedFiles {
         &mut self,
         files: Vec<(u32, Rc<CodeFile>)>,
         target: &Targets,
-        args: &Args,
+        functions: &FunctionSettings,
     ) {
         for (pid, file) in files {
             let probed_in = target.probed_in(pid);
@@ -233,7 +233,7 @@ impl LoadedFiles {
             let known = self.searched_files.entry(probed_in).or_default();
             let Some(file) = file.open() else { continue };
             let new = file.identity().is_ok_and(|identity| known.insert(identity));
-            if new && let Ok(Some(object)) = objects::of_loaded(&file, false, args) {
+            if new && let Ok(Some(object)) = objects::of_loaded(&file, false, functions) {
                 eprintln!(
                     "memleak: {}: the process ended before it was probed, so that nothing of what it \
                      allocated is known",
@@ -250,12 +250,12 @@ impl LoadedFiles {
         file: &MappedFile,
         is_program: bool,
         attached: &Attached,
-        args: &Args,
+        functions: &FunctionSettings,
     ) -> Result<Option<Object>> {
-        let Some(object) = objects::of_loaded(file, is_program, args)? else {
+        let Some(object) = objects::of_loaded(file, is_program, functions)? else {
             return Ok(None);
         };
-        self.links.extend(attached.probe(pid, &object, args)?);
+        self.links.extend(attached.probe(pid, &object, functions)?);
         if pid == EVERY_PROCESS || proc::has_lost_main_thread(pid.cast_unsigned()) {
             self.shared.extend(object.probed_file());
         }
@@ -274,12 +274,12 @@ impl LoadedFiles {
         &mut self,
         target: &Targets,
         attached: &Attached,
-        args: &Args,
+        functions: &FunctionSettings,
     ) -> Result<Vec<Link>> {
         let mut links = Vec::new();
         let later = self.objects.iter().map(|(pid, object)| (*pid, object));
         for (pid, object) in target.objects().chain(later) {
-            links.extend(attached.probe(pid, object, args)?);
+            links.extend(attached.probe(pid, object, functions)?);
             self.shared.extend(object.probed_file());
         }
         Ok(links)

@@ -17,7 +17,7 @@ use super::allocators;
 use super::pool::FunctionSpec;
 use super::python_objects;
 use super::signature::Signature;
-use crate::args::{Args, Mode};
+use crate::plan::FunctionSettings;
 
 /// A file of the target with functions to probe.
 #[derive(Debug, Clone)]
@@ -60,17 +60,21 @@ type Symbol<'a> = (&'a elf::Function, Signature);
 
 impl Object {
     /// Searches a file for functions to probe. Returns None if there are none.
-    pub(crate) fn new(file: &MappedFile, is_program: bool, args: &Args) -> Result<Option<Self>> {
-        let wish = match args.no_placement {
+    pub(crate) fn new(
+        file: &MappedFile,
+        is_program: bool,
+        settings: &FunctionSettings,
+    ) -> Result<Option<Self>> {
+        let wish = match settings.at_entries {
             true => Preference::Entry,
             false => Preference::Cheap,
         };
-        Self::with_probes(file, is_program, wish, args)
+        Self::with_probes(file, is_program, wish, settings)
     }
 
     /// Places the probes of this file at the functions' entries, or as close behind these as is safe.
-    pub(crate) fn at_entries(&self, args: &Args) -> Result<Self> {
-        let object = Self::with_probes(&self.file, self.is_program, Preference::Entry, args)?;
+    pub(crate) fn at_entries(&self, settings: &FunctionSettings) -> Result<Self> {
+        let object = Self::with_probes(&self.file, self.is_program, Preference::Entry, settings)?;
         object.with_context(|| format!("{} was changed while it was searched", self.module))
     }
 
@@ -78,9 +82,9 @@ impl Object {
         file: &MappedFile,
         is_program: bool,
         wish: Preference,
-        args: &Args,
+        settings: &FunctionSettings,
     ) -> Result<Option<Self>> {
-        let wanted = FunctionFilter::new(file, is_program, args)?;
+        let wanted = FunctionFilter::new(file, is_program, settings)?;
         let found = elf::functions(file.file(), |name, local| wanted.has(name, local))
             .context("failed to read its symbols")?;
         let found = with_code(file, found);
@@ -103,11 +107,11 @@ impl Object {
         if symbols.is_empty() {
             return Ok(None);
         }
-        let mut functions = place(file, &symbols, wish, args)?;
+        let mut functions = place(file, &symbols, wish, settings)?;
         if let Some(python) = &python {
             add_slots(file, &python.slots, &mut functions)?;
         }
-        if args.mode == Mode::Alloc {
+        if settings.only_allocations {
             functions.retain(|function| !function.signature.only_ends());
         }
         Ok(Some(Self {
@@ -175,7 +179,7 @@ impl Object {
 
 /// Functions of a file that are looked for.
 struct FunctionFilter<'a> {
-    args: &'a Args,
+    settings: &'a FunctionSettings,
     /// The functions of this file that --alloc and --free name.
     named: Vec<&'a FunctionSpec>,
     /// Whether the file's allocator is looked for. With -O, only the allocator of the file that it names is.
@@ -187,15 +191,18 @@ struct FunctionFilter<'a> {
 }
 
 impl<'a> FunctionFilter<'a> {
-    fn new(file: &MappedFile, is_program: bool, args: &'a Args) -> Result<Self> {
-        let named = args.named().filter(|named| is_named(file, &named.object));
-        let object = args.obj.as_deref();
+    fn new(file: &MappedFile, is_program: bool, settings: &'a FunctionSettings) -> Result<Self> {
+        let named = settings
+            .named
+            .iter()
+            .filter(|named| is_named(file, &named.object));
+        let object = settings.object.as_deref();
         let searched = object.is_none_or(|object| is_named(file, object));
         Ok(Self {
-            args,
+            settings,
             named: named.collect(),
             searched,
-            python: args.python_objects && searched,
+            python: settings.python_objects && searched,
             is_static: is_program && elf::interpreter(file.file())?.is_none(),
         })
     }
@@ -206,7 +213,7 @@ impl<'a> FunctionFilter<'a> {
     }
 
     fn by_name(&self, name: &str) -> Option<Signature> {
-        let known = || allocators::signature(name, &self.args.symbols_prefix);
+        let known = || allocators::signature(name, &self.settings.prefix);
         self.searched.then(known).flatten()
     }
 
@@ -257,8 +264,8 @@ impl<'a> FunctionFilter<'a> {
         if !any(&symbols, Signature::allocates) || !any(&symbols, Signature::frees) {
             symbols.clear();
         }
-        if self.args.obj.is_none() && self.args.symbols_prefix.is_empty() {
-            symbols = without_wrappers(file, symbols, self.args)?;
+        if self.settings.object.is_none() && self.settings.prefix.is_empty() {
+            symbols = without_wrappers(file, symbols, self.settings)?;
         }
         if !any(&symbols, Signature::allocates) {
             symbols.clear();
@@ -308,7 +315,7 @@ fn without_returns_to_go(file: &MappedFile, by_user: &mut Vec<Symbol<'_>>) {
 fn without_wrappers<'a>(
     file: &MappedFile,
     symbols: Vec<Symbol<'a>>,
-    args: &Args,
+    settings: &FunctionSettings,
 ) -> Result<Vec<Symbol<'a>>> {
     let calls = Calls::of(file.file())?;
     let known: HashMap<u64, Signature> = symbols
@@ -343,14 +350,14 @@ fn without_wrappers<'a>(
             }
         };
         match calls.forwarding(symbol, passes, same) {
-            Forwarding::Always if args.verbose => eprintln!(
+            Forwarding::Always if settings.verbose => eprintln!(
                 "memleak: {} is not probed at {}, which only calls another of these functions",
                 file.module(),
                 symbol.name
             ),
             Forwarding::Always => {}
             _ if signature.frees() && (frees_by_call.get() || calls.leaves_the_file(symbol)) => {
-                if args.verbose {
+                if settings.verbose {
                     let (module, name) = (file.module(), &symbol.name);
                     eprintln!("memleak: {module}'s {name} may call another function that frees");
                 }
@@ -368,7 +375,7 @@ fn place(
     file: &MappedFile,
     symbols: &[(&elf::Function, Signature)],
     wish: Preference,
-    args: &Args,
+    settings: &FunctionSettings,
 ) -> Result<Vec<Function>> {
     let places = if cfg!(not(target_arch = "x86_64")) {
         vec![Some(ProbePoint::ENTRY); symbols.len()]
@@ -402,7 +409,7 @@ fn place(
             );
             continue;
         };
-        if args.verbose {
+        if settings.verbose {
             eprintln!("memleak: {module} is probed at {name}+{:#x}", place.offset);
         }
         let offset = symbol.file_offset + place.offset;

@@ -15,7 +15,7 @@ use memtools::process::translator;
 
 use super::copies;
 use super::object::{Object, is_named};
-use crate::args::Args;
+use crate::plan::FunctionSettings;
 
 /// Result of searching a process.
 #[derive(Clone)]
@@ -33,7 +33,7 @@ pub(crate) type KnownFiles = HashMap<((u64, u64), bool), Option<Object>>;
 pub(crate) fn of_process(
     process: &Process,
     known: &mut KnownFiles,
-    args: &Args,
+    functions: &FunctionSettings,
 ) -> Result<SearchedFiles> {
     let mappings = process.code_mappings()?;
     expect_no_translator(process, mappings.iter().map(|code| code.path.as_path()))?;
@@ -44,7 +44,7 @@ pub(crate) fn of_process(
     }
     match errors.into_iter().next() {
         Some(error) if files.is_empty() => Err(error),
-        _ => choose(files, known, args),
+        _ => choose(files, known, functions),
     }
 }
 
@@ -65,7 +65,7 @@ pub(crate) fn expect_no_translator<'a>(
 }
 
 /// Finds the allocators that a command will run with.
-pub(crate) fn of_command(program: &Path, args: &Args) -> Result<SearchedFiles> {
+pub(crate) fn of_command(program: &Path, functions: &FunctionSettings) -> Result<SearchedFiles> {
     let open = |path: PathBuf| {
         let failed = || format!("failed to open {}", path.display());
         MappedFile::open_path(&path).with_context(failed)
@@ -86,7 +86,7 @@ pub(crate) fn of_command(program: &Path, args: &Args) -> Result<SearchedFiles> {
     choose(
         files.collect::<Result<_>>()?,
         &mut KnownFiles::default(),
-        args,
+        functions,
     )
 }
 
@@ -94,16 +94,16 @@ pub(crate) fn of_command(program: &Path, args: &Args) -> Result<SearchedFiles> {
 pub(crate) fn of_loaded(
     file: &MappedFile,
     is_program: bool,
-    args: &Args,
+    functions: &FunctionSettings,
 ) -> Result<Option<Object>> {
-    Object::new(file, is_program, args)
+    Object::new(file, is_program, functions)
 }
 
 /// Searches files for functions to probe. `files` begins with the program itself.
 fn choose(
     mut files: Vec<MappedFile>,
     known: &mut KnownFiles,
-    args: &Args,
+    functions: &FunctionSettings,
 ) -> Result<SearchedFiles> {
     // A file can be listed twice: musl's dynamic linker is its libc as well.
     let mut searched_files = HashSet::new();
@@ -112,10 +112,10 @@ fn choose(
             .is_ok_and(|identity| searched_files.insert(identity))
     });
     let go = files.first().filter(|program| elf::is_go(program.file()));
-    let objects = search(&files, known, args);
-    print_unloaded_functions(&files, args);
+    let objects = search(&files, known, functions);
+    print_unloaded_functions(&files, functions);
     if objects.is_empty() {
-        return Err(why_none(&files, go, args));
+        return Err(why_none(&files, go, functions));
     }
     if let Some(program) = go {
         warn_once(&format!(
@@ -130,7 +130,11 @@ fn choose(
     })
 }
 
-fn search(files: &[MappedFile], known: &mut KnownFiles, args: &Args) -> Vec<Object> {
+fn search(
+    files: &[MappedFile],
+    known: &mut KnownFiles,
+    functions: &FunctionSettings,
+) -> Vec<Object> {
     let mut objects = Vec::new();
     let mut progress = Progress::new("searching files for allocators", files.len());
     for file in files {
@@ -140,7 +144,7 @@ fn search(files: &[MappedFile], known: &mut KnownFiles, args: &Args) -> Vec<Obje
             continue;
         };
         let object = known.entry((identity, is_program)).or_insert_with(|| {
-            let object = Object::new(file, is_program, args);
+            let object = Object::new(file, is_program, functions);
             object.unwrap_or_else(|error| {
                 // Not all files are ELF files, such as the assemblies that .NET maps. Of others that cannot be
                 // searched, the other files of the process have the allocator, as a rule.
@@ -157,8 +161,8 @@ fn search(files: &[MappedFile], known: &mut KnownFiles, args: &Args) -> Vec<Obje
 }
 
 /// Prints which of the functions that the user has named are in none of these files.
-fn print_unloaded_functions(files: &[MappedFile], args: &Args) {
-    for named in args.named() {
+fn print_unloaded_functions(files: &[MappedFile], functions: &FunctionSettings) {
+    for named in &functions.named {
         let there = |file: &MappedFile| {
             is_named(file, &named.object)
                 && elf::functions(file.file(), |name, _| name == named.symbol)
@@ -175,12 +179,16 @@ fn print_unloaded_functions(files: &[MappedFile], args: &Args) {
 }
 
 /// Returns why there is nothing to probe in these files. `go` is the program, if it is a Go program.
-fn why_none(files: &[MappedFile], go: Option<&MappedFile>, args: &Args) -> anyhow::Error {
+fn why_none(
+    files: &[MappedFile],
+    go: Option<&MappedFile>,
+    functions: &FunctionSettings,
+) -> anyhow::Error {
     let names_of = |files: &[&MappedFile]| {
         let names: Vec<String> = files.iter().map(|file| file.module()).collect();
         names.join(", ")
     };
-    let object = args.obj.as_deref();
+    let object = functions.object.as_deref();
     let wanted = |file: &&MappedFile| object.is_none_or(|object| is_named(file, object));
     let searched: Vec<&MappedFile> = files.iter().filter(wanted).collect();
     if let Some(object) = object.filter(|_| searched.is_empty()) {
@@ -203,7 +211,7 @@ fn why_none(files: &[MappedFile], go: Option<&MappedFile>, args: &Args) -> anyho
          have a prefix, name it (-S je_); a program stripped of its symbols and linked statically \
          cannot be traced",
         names_of(&searched),
-        prefix = args.symbols_prefix
+        prefix = functions.prefix
     )
 }
 

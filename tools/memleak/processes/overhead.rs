@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use super::bpf::types::steering;
 use super::cost::Share;
 use super::probes::Attached;
-use crate::args::Args;
+use crate::plan::Recording;
 use crate::sampling::Sampling;
 
 /// Part of the hits that are recorded, below which it saves nothing to record fewer: recording a call costs about as
@@ -24,12 +24,12 @@ pub(crate) struct Limit<'a> {
 }
 
 impl<'a> Limit<'a> {
-    /// Returns the limit that the options set, if any.
-    pub(crate) fn of(args: &Args, attached: &'a Attached) -> Option<Self> {
+    /// Returns the limit of the settings, if any.
+    pub(crate) fn of(recording: &Recording, attached: &'a Attached) -> Option<Self> {
         Some(Self {
             attached,
-            sampling: Sampling::of(args)?,
-            percent: args.max_overhead?,
+            sampling: recording.sampling?,
+            percent: recording.max_overhead?,
             level: 0,
             told_of_rest: false,
         })

@@ -26,7 +26,7 @@ use super::python_objects;
 use super::signature::Signature;
 use super::stopped::StopRequests;
 use super::target::{self, Targets};
-use crate::args::Args;
+use crate::plan::{FunctionSettings, ProcessPlan, Recording};
 
 /// Loaded BPF object, by which probes are attached.
 pub(crate) struct Attached {
@@ -58,8 +58,8 @@ pub(crate) struct Hits {
 pub(super) type Started = (Attached, Vec<Link>, Unwinder);
 
 /// Whether double frees are noticed. That takes the table, and a record of every block.
-pub(crate) fn notices_double_frees(skel: &Loaded, args: &Args) -> bool {
-    skel.maps.table.max_entries() > 1 && args.records_all()
+pub(crate) fn notices_double_frees(skel: &Loaded, recording: &Recording) -> bool {
+    skel.maps.table.max_entries() > 1 && recording.is_complete()
 }
 
 /// Number of the programs entry_0 and so on; `SIGNATURES` in `bpf/memleak/types.bpf.h`.
@@ -83,39 +83,39 @@ pub(super) enum AttachMode {
 }
 
 /// Loads the BPF programs and attaches the probes, in the best way that this kernel has.
-pub(crate) fn attach(target: &Targets, args: &Args) -> Result<Started> {
+pub(crate) fn attach(target: &Targets, plan: &ProcessPlan) -> Result<Started> {
     let woken = wake_uprobes();
     let session = Variant::new("uprobe session", || {
         if !kernel_support::btf_has_name("BPF_TRACE_UPROBE_SESSION") {
             bail!("not on this kernel (6.13 and later)");
         }
-        start(AttachMode::Session, target, args)
+        start(AttachMode::Session, target, plan)
     });
     let multi = Variant::new("uprobe multi", || {
         if !kernel_support::btf_has_name("BPF_TRACE_UPROBE_MULTI") {
             bail!("not on this kernel (6.6 and later)");
         }
-        start(AttachMode::Multi, target, args)
+        start(AttachMode::Multi, target, plan)
     });
-    let cookies = Variant::new("perf uprobes", || start(AttachMode::Cookies, target, args));
+    let cookies = Variant::new("perf uprobes", || start(AttachMode::Cookies, target, plan));
     let plain = Variant::new("perf uprobes without cookies", || {
-        start(AttachMode::Plain, target, args)
+        start(AttachMode::Plain, target, plan)
     });
     let variants = [session, multi, cookies, plain];
-    let started = attach::first_that_works(args.verbose, variants);
+    let started = attach::first_that_works(plan.verbose, variants);
     // The end of this process would interrupt the removal of the first uprobe.
     let _ = woken.join();
     let (how, (attached, links, unwinder)) = started?;
     Ok((Attached { how, ..attached }, links, unwinder))
 }
 
-fn start(way: AttachMode, target: &Targets, args: &Args) -> Result<Started> {
-    let (attached, mut links, unwinder) = load::load(way, target, args)?;
+fn start(way: AttachMode, target: &Targets, plan: &ProcessPlan) -> Result<Started> {
+    let (attached, mut links, unwinder) = load::load(way, target, plan)?;
     if way == AttachMode::Multi {
         links.push(check_all_threads_hit(&attached.skel)?);
     }
     for (pid, object) in target.objects() {
-        links.extend(attached.probe(pid, object, args)?);
+        links.extend(attached.probe(pid, object, &plan.functions)?);
     }
     Ok((attached, links, unwinder))
 }
@@ -150,13 +150,18 @@ impl Attached {
     /// The kernel keeps one reference counter, as USDT uses them, for all probes of an instruction. While another
     /// tracer's probe at an instruction has a counter, ours is refused, as it has none. If that happens, functions are
     /// probed at their entries instead of behind them.
-    pub(crate) fn probe(&self, pid: i32, object: &Object, args: &Args) -> Result<Vec<Link>> {
+    pub(crate) fn probe(
+        &self,
+        pid: i32,
+        object: &Object,
+        settings: &FunctionSettings,
+    ) -> Result<Vec<Link>> {
         let pid = target::pid_to_probe(pid, object)?;
         self.watch_for_copies(object)?;
         let started = clock::monotonic_ns();
         let mut links = self.place(pid, object);
-        if links.as_ref().is_err_and(is_invalid) && !args.no_placement {
-            let at_entries = object.at_entries(args)?;
+        if links.as_ref().is_err_and(is_invalid) && !settings.at_entries {
+            let at_entries = object.at_entries(settings)?;
             links = self.place(pid, &at_entries);
             if links.is_ok() {
                 objects::warn_once(&format!(

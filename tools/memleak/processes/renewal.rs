@@ -60,7 +60,7 @@ impl Processes<'_> {
         self.stacks.forget_read();
         self.renewal.lost_stacks = Losses::counted(self.attached.skel.object())?.stacks;
         self.renewal.last = Some((Instant::now(), begun.elapsed()));
-        if self.args.verbose {
+        if self.plan.verbose {
             let took = begun.elapsed();
             eprintln!(
                 "memleak: kept {count} stacks, in {took:.1?}, in a table of {}",

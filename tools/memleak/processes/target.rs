@@ -4,7 +4,6 @@ use std::collections::{HashMap, HashSet};
 
 use anyhow::{Result, bail};
 use memtools::host::capabilities::Capability;
-use memtools::parse::UsageError;
 use memtools::print::progress::Progress;
 use memtools::process::cgroup;
 use memtools::process::command::{CommandLine, HeldCommand};
@@ -14,14 +13,14 @@ use memtools::process::proc::{self, Process};
 use memtools::process::traced_code::TracedCode;
 use memtools::process::translator;
 use memtools::run::privileges;
-use memtools::run::target::warn_if_interval_is_pid;
+use memtools::run::target::TargetArgs;
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::UnwindTarget;
 
 use super::object::{Object, ProbedFile};
 use super::objects::{self, KnownFiles, SearchedFiles};
 use super::signature::Signature;
-use crate::args::Args;
+use crate::plan::{FunctionSettings, ProcessPlan, can_be_joined};
 
 /// Pid by which libbpf means all processes.
 pub(crate) const EVERY_PROCESS: i32 = -1;
@@ -68,14 +67,11 @@ impl TracedProcess {
 impl Targets {
     /// Finds the processes and their allocators. A command is started, and held. From then on memleak itself may do no
     /// more than tracing takes.
-    pub(crate) fn choose(args: &Args) -> Result<Self> {
-        if args.children && args.pid.is_empty() && args.command.is_none() {
-            let message = "--children requires -p or -c".into();
-            return Err(UsageError(message).into());
-        }
-        if let Some(line) = &args.command {
+    pub(crate) fn choose(plan: &ProcessPlan) -> Result<Self> {
+        let (target, functions) = (&plan.target, &plan.functions);
+        if let Some(line) = &target.command {
             let line = CommandLine::parse(line)?;
-            let found = objects::of_command(line.program(), args)?;
+            let found = objects::of_command(line.program(), functions)?;
             let command = line.start()?;
             privileges::keep_tracing_and(&FOR_UPROBES)?;
             let process = Process::open(command.pid())?;
@@ -83,44 +79,42 @@ impl Targets {
                 vec![TracedProcess::new(process, found)],
                 Some(command),
                 None,
-                args,
+                target,
             );
         }
         privileges::keep_tracing_and(&FOR_UPROBES)?;
-        if args.pid.is_empty() {
-            let (processes, code) = matching(args)?;
-            return Self::new(processes, None, Some(code), args);
+        if target.filter.pid.is_empty() {
+            let (processes, code) = matching(&target.filter, functions)?;
+            return Self::new(processes, None, Some(code), target);
         }
-        warn_if_interval_is_pid(args.interval, &args.pid);
         let (mut processes, mut known) = (Vec::new(), KnownFiles::default());
-        for pid in args.pid.iter().copied().collect::<HashSet<u32>>() {
+        for pid in target.filter.pid.iter().copied().collect::<HashSet<u32>>() {
             let process = Process::open(pid)?;
             process.expect_native_program()?;
-            let found = objects::of_process(&process, &mut known, args)?;
+            let found = objects::of_process(&process, &mut known, functions)?;
             eprintln!("Attaching to pid {pid}, Ctrl+C to quit.");
             processes.push(TracedProcess::new(process, found));
         }
-        Self::new(processes, None, None, args)
+        Self::new(processes, None, None, target)
     }
 
     fn new(
         mut processes: Vec<TracedProcess>,
         command: Option<HeldCommand>,
         code: Option<TracedCode>,
-        args: &Args,
+        target: &TargetArgs,
     ) -> Result<Self> {
-        let named = command.is_some() || !args.pid.is_empty();
+        let named = command.is_some() || !target.filter.pid.is_empty();
         let pids = processes.iter().map(|traced| traced.process.pid());
         let filter = FilterArgs {
             pid: if named { pids.collect() } else { Vec::new() },
-            name: args.name.clone(),
-            cgroup: args.cgroup.clone(),
+            ..target.filter.clone()
         };
         let mut filter = filter.resolve(None, TaskKind::Programs)?;
-        if args.children {
+        if target.children {
             filter.follow()?;
         }
-        let shared = args.any_process().then(|| {
+        let shared = can_be_joined(target).then(|| {
             let objects = processes.iter_mut().flat_map(|of| of.objects.drain(..));
             each_once(objects)
         });
@@ -212,12 +206,12 @@ impl Targets {
     }
 
     /// Returns the processes whose unwind tables are to be built before the probes are live.
-    pub(crate) fn whose_tables(&self, args: &Args) -> UnwindTarget {
-        match (&args.command, &self.command) {
+    pub(crate) fn whose_tables(&self, target: &TargetArgs) -> UnwindTarget {
+        match (&target.command, &self.command) {
             (Some(line), Some(command)) => UnwindTarget::Command {
                 pid: command.pid(),
                 line: line.clone(),
-                descendants: args.children,
+                descendants: target.children,
             },
             _ => {
                 let pids = self.processes.iter().map(|traced| traced.process.pid());
@@ -268,14 +262,20 @@ impl Targets {
 
 /// Returns the running processes that the options describe, and the code of all processes. Processes without an
 /// allocator that can be probed are omitted.
-fn matching(args: &Args) -> Result<(Vec<TracedProcess>, TracedCode)> {
-    let pids = match &args.cgroup {
+fn matching(
+    filter: &FilterArgs,
+    functions: &FunctionSettings,
+) -> Result<(Vec<TracedProcess>, TracedCode)> {
+    let pids = match &filter.cgroup {
         Some(folder) => cgroup::processes_below(folder)?,
         None => memtools::process::proc::all()?,
     };
     let mut code = TracedCode::of_all_processes()?;
     code.watch_translators();
-    code.watch_members(Members::new(args.name.as_deref(), args.cgroup.as_deref()));
+    code.watch_members(Members::new(
+        filter.name.as_deref(),
+        filter.cgroup.as_deref(),
+    ));
     code.read_running_processes();
     // Processes that run the same files, such as the workers of a server, are searched once.
     let mut found_in = HashMap::<Vec<u32>, Option<SearchedFiles>>::new();
@@ -293,7 +293,7 @@ fn matching(args: &Args) -> Result<(Vec<TracedProcess>, TracedCode)> {
         let found = match found_in.get(&files) {
             // The files of a process that has just started are not known yet.
             Some(found) if !files.is_empty() => found.clone(),
-            _ => objects::of_process(&process, &mut known, args).ok(),
+            _ => objects::of_process(&process, &mut known, functions).ok(),
         };
         found_in.insert(files, found.clone());
         processes.extend(found.map(|found| TracedProcess::new(process, found)));

@@ -27,7 +27,7 @@ impl Processes<'_> {
                 .execs
                 .get(&pid)
                 .is_none_or(|&now| u64::from(execs) >= now);
-            if self.args.combined_only && !current {
+            if self.plan.recording.only_totals && !current {
                 return Ok(());
             }
             let key = StackKey { pid, stack };

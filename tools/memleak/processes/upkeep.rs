@@ -16,7 +16,7 @@ use super::loaded::{self, LoadedFiles};
 use super::overhead::Limit;
 use super::probes::Attached;
 use super::target::Targets;
-use crate::args::Args;
+use crate::plan::ProcessPlan;
 
 /// Time without any hit after which memleak says why that can be.
 const QUIET: Duration = Duration::from_secs(2);
@@ -24,7 +24,7 @@ const QUIET: Duration = Duration::from_secs(2);
 pub(super) struct Upkeep<'a> {
     pub(super) attached: &'a Attached,
     pub(super) target: &'a Targets,
-    pub(super) args: &'a Args,
+    pub(super) plan: &'a ProcessPlan,
     /// Links of the probes attached at the start. Those of files loaded later are in `loaded`.
     links: Vec<Link>,
     loaded: LoadedFiles,
@@ -46,19 +46,19 @@ impl<'a> Upkeep<'a> {
     pub(super) fn new(
         attached: &'a Attached,
         target: &'a Targets,
-        args: &'a Args,
+        plan: &'a ProcessPlan,
         links: Vec<Link>,
     ) -> Result<Self> {
         let now = Instant::now();
         Ok(Self {
             attached,
             target,
-            args,
+            plan,
             links,
             loaded: LoadedFiles::new(target),
             look_at: now + loaded::PAUSE,
             cost: Cost::new(attached, target)?,
-            limit: Limit::of(args, attached),
+            limit: Limit::of(&plan.recording, attached),
             quiet_until: Some(now + QUIET),
             survives_main_thread: !attached.ends_with_main_thread()
                 || target.without_main_thread().is_some(),
@@ -71,9 +71,13 @@ impl<'a> Upkeep<'a> {
     pub(super) fn answer(&mut self) -> Result<()> {
         let mut looked = Ok(());
         self.attached.questions.answer(|pid, is_stopped| {
-            let look =
-                self.loaded
-                    .look_at_stopped(pid, is_stopped, self.target, self.attached, self.args);
+            let look = self.loaded.look_at_stopped(
+                pid,
+                is_stopped,
+                self.target,
+                self.attached,
+                &self.plan.functions,
+            );
             looked = mem::replace(&mut looked, Ok(())).and(look);
         });
         looked
@@ -113,8 +117,12 @@ impl<'a> Upkeep<'a> {
             return;
         }
         self.outlive_main_thread();
-        self.loaded
-            .probe_new_files(&mut symbolizer.code, self.target, self.attached, self.args);
+        self.loaded.probe_new_files(
+            &mut symbolizer.code,
+            self.target,
+            self.attached,
+            &self.plan.functions,
+        );
         self.look_at = Instant::now() + loaded::PAUSE;
         self.harm = self
             .loaded
@@ -138,7 +146,7 @@ impl<'a> Upkeep<'a> {
         );
         match self
             .loaded
-            .probe_again(self.target, self.attached, self.args)
+            .probe_again(self.target, self.attached, &self.plan.functions)
         {
             Ok(links) => self.links = links,
             Err(error) => eprintln!("memleak: nothing is traced any more: {error:#}"),
@@ -174,7 +182,8 @@ impl<'a> Upkeep<'a> {
     /// Prints the allocators of processes that have exited before memleak looked at them.
     pub(super) fn print_missed(&mut self, symbolizer: &Symbolizer) {
         let files = symbolizer.code.files();
-        self.loaded.print_missed(files, self.target, self.args);
+        self.loaded
+            .print_missed(files, self.target, &self.plan.functions);
     }
 
     /// Detaches all probes.
