@@ -1,4 +1,4 @@
-//! Row of `--idle`: blocks that are held, on pages that stayed untouched for a while.
+//! Row of `--idle`: reachable blocks on pages that were not accessed for a while.
 
 use std::io::{self, Write};
 
@@ -10,7 +10,7 @@ use crate::print::message;
 use crate::print::output::Row;
 use crate::print::text;
 
-/// Idle part of the memory that is held, and figures on its uncertainty.
+/// Idle part of the reachable memory, and figures on its uncertainty.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "idle")]
 pub struct Idle {

@@ -89,7 +89,7 @@ enum Key {
     Kind(Kind),
 }
 
-/// Blocks of one stack, or of one kind, that are all lost, or all held.
+/// Blocks of one stack, or of one kind, that are all lost, or all reachable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Group {
     /// Kind of all blocks. None if a stack has allocated several kinds.
@@ -136,13 +136,12 @@ impl Sample {
     }
 }
 
-/// Blocks of a group that are held in the same way: from the same variable, by blocks of the same kinds.
+/// Blocks of a group with the same reference path: from the same variable, through blocks of the same kinds.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Holder {
     /// Index of one of these blocks.
     pub(super) example: usize,
-    /// Share of the group's bytes that is held in this way; of its idle bytes, if it has some. An estimate from a
-    /// sample, if the group has more than 256 blocks.
+    /// Share of the group's bytes with this path; of its idle bytes, if it has some. An estimate from a sample, if the group has more than 256 blocks.
     pub(super) share: f64,
 }
 
@@ -157,25 +156,25 @@ impl Group {
         sample.blocks.iter().map(|&block| block as usize)
     }
 
-    /// Returns what holds the blocks, the holder of most bytes first. `labels` describes what holds a block.
+    /// Returns the reference paths of the blocks, that of most bytes first. `labels` describes the path of a block.
     pub(super) fn holders(
         &self,
         bytes: impl Fn(usize) -> u64,
         labels: impl Fn(usize) -> Vec<String>,
     ) -> Vec<Holder> {
-        let mut held: BTreeMap<Vec<String>, (u64, usize)> = BTreeMap::new();
+        let mut paths: BTreeMap<Vec<String>, (u64, usize)> = BTreeMap::new();
         for block in self.sample() {
-            let (sum, _) = held.entry(labels(block)).or_insert((0, block));
+            let (sum, _) = paths.entry(labels(block)).or_insert((0, block));
             *sum += bytes(block).max(1);
         }
-        let all = held.values().map(|(bytes, _)| bytes).sum::<u64>().max(1) as f64;
-        let mut held: Vec<_> = held.into_values().collect();
-        held.sort_by_key(|&(bytes, block)| (std::cmp::Reverse(bytes), block));
+        let all = paths.values().map(|(bytes, _)| bytes).sum::<u64>().max(1) as f64;
+        let mut paths: Vec<_> = paths.into_values().collect();
+        paths.sort_by_key(|&(bytes, block)| (std::cmp::Reverse(bytes), block));
         let holder = |(bytes, example): (u64, usize)| Holder {
             example,
             share: bytes as f64 / all,
         };
-        held.into_iter().map(holder).collect()
+        paths.into_iter().map(holder).collect()
     }
 
     fn new(example: usize, kind: Kind, born: Option<AllocSite>) -> Self {
@@ -206,7 +205,7 @@ impl Group {
 pub(super) struct Judgement {
     pub(super) sums: Sums,
     pub(super) lost: Vec<Group>,
-    pub(super) held: Vec<Group>,
+    pub(super) reachable: Vec<Group>,
     /// Sums of the suppressed blocks, by entry of --suppressions.
     pub(super) suppressed: BTreeMap<usize, Sum>,
 }
@@ -241,7 +240,8 @@ pub(super) fn judge(
 ) -> Judgement {
     let mut sums = Sums::default();
     (heap.in_doubt.iter()).for_each(|block| sums.in_doubt.add(block.size));
-    let (mut lost, mut held, mut suppressed) = (HashMap::new(), HashMap::new(), BTreeMap::new());
+    let (mut lost, mut reachable, mut suppressed) =
+        (HashMap::new(), HashMap::new(), BTreeMap::new());
     let leaders = reach.leaders();
     let entry = |number: usize, kind: LeakKind| known.suppressed(seen.born(number)?.stack, kind);
     for (number, block) in heap.blocks().iter().enumerate() {
@@ -262,8 +262,8 @@ pub(super) fn judge(
             }
             Class::Unreachable => (&mut sums.unreachable, LeakKind::Definite, &mut lost),
             Class::UnreachableVia => (&mut sums.unreachable_via, LeakKind::Indirect, &mut lost),
-            Class::Interior => (&mut sums.interior_only, LeakKind::Possible, &mut held),
-            Class::Reachable => (&mut sums.reachable, LeakKind::Reachable, &mut held),
+            Class::Interior => (&mut sums.interior_only, LeakKind::Possible, &mut reachable),
+            Class::Reachable => (&mut sums.reachable, LeakKind::Reachable, &mut reachable),
         };
         if let Some(entry) = entry(number, leak) {
             sums.suppressed.add(bytes);
@@ -299,7 +299,7 @@ pub(super) fn judge(
     Judgement {
         sums,
         lost: largest_first(lost),
-        held: largest_first(held),
+        reachable: largest_first(reachable),
         suppressed,
     }
 }
@@ -462,7 +462,7 @@ mod tests {
     #[test]
     fn what_is_shown_holds_most_bytes() {
         let mut group = Group::new(0, Kind::Size(100), None);
-        // 9 blocks in 10 are held by the cache, and the first one is not.
+        // 9 blocks in 10 are referenced by the cache, and the first one is not.
         (0..100_000).for_each(|block| group.sample.add(block));
         assert!((MAX_SAMPLE / 2..=MAX_SAMPLE).contains(&group.sample().count()));
         let labels = |block: usize| match block {

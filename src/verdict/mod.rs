@@ -46,7 +46,7 @@ pub use judge::{Sum, Sums, lost_blocks};
 pub use names::RootNames;
 use question::WhyQuery;
 pub use report::{
-    Chain, Held, IdleSum, Lost, Memcheck, Next, Origin, Suppressed, Trace, Verdict, What,
+    Chain, IdleSum, Lost, Memcheck, Next, Origin, Reachable, Suppressed, Trace, Verdict, What,
 };
 use stacks::SymbolizedStacks;
 pub use stacks::{Stacks, Untraced};
@@ -88,7 +88,7 @@ pub struct Report {
     /// Sums of suppressed blocks, by entry of --suppressions.
     pub suppressed: Vec<Suppressed>,
     /// Groups of reachable blocks, those with most bytes first.
-    pub held: Vec<Held>,
+    pub reachable: Vec<Reachable>,
     /// Number of groups of unreachable and of reachable blocks, including those that are not shown.
     pub groups: usize,
     /// Answers to the questions of --why.
@@ -141,7 +141,7 @@ impl Report {
             self.suppressed.iter().try_for_each(|row| output.row(row))?;
         }
         if sections.roots {
-            self.held.iter().try_for_each(|row| output.row(row))?;
+            self.reachable.iter().try_for_each(|row| output.row(row))?;
         }
         self.whys.iter().try_for_each(|row| output.row(row))?;
         output.row(&self.memcheck)?;
@@ -268,7 +268,7 @@ impl<'a> HeapAnalysis<'a> {
         })
     }
 
-    /// Judges the only image of a process, which is held at its exit. A block that is lost now stays lost. If nothing
+    /// Judges the only image of a process, which is stopped at its exit. A block that is lost now stays lost. If nothing
     /// is allocated (`is_empty`), the process need not have a heap.
     ///
     /// # Errors
@@ -397,36 +397,36 @@ impl<'a> HeapAnalysis<'a> {
                 name: text::escape(suppressions.name(entry)).into_owned(),
                 sum,
             });
-        let held: Vec<_> = judgement.held.iter().take(settings.top).collect();
+        let reachable: Vec<_> = judgement.reachable.iter().take(settings.top).collect();
         let questions = self.questions(settings.why, kind, &known);
         let starts = self.reach.starts();
         let start = |block: usize| self.reach.start(&starts, block);
         let asked = questions
             .iter()
             .flat_map(|(_, blocks)| blocks.iter().take(judge::MAX_TREE_BLOCKS));
-        let sampled = held.iter().flat_map(|group| group.sample());
+        let sampled = reachable.iter().flat_map(|group| group.sample());
         let roots = sampled.chain(asked.copied()).filter_map(start);
         let names = RootNames::of(&self.image, roots);
         let root = |block: usize| names.variable(&self.image, start(block));
-        let held = held.into_iter().map(|group| {
+        let reachable = reachable.into_iter().map(|group| {
             let origin = origin_of(group, stacks)?;
             let chain = |holder: &judge::Holder| {
                 let root = names.root(&self.image, start(holder.example));
                 self.chain(holder, kind, root, |at| is_own(types, at))
             };
-            Ok(self.held(group, kind, root, chain, origin))
+            Ok(self.reachable(group, kind, root, chain, origin))
         });
         let whys = questions.iter();
         Ok(Report {
             verdict: self.verdict(&judgement, settings.container),
             idle: idle.map(|pages| {
-                let sums = judgement.held.iter().map(|group| group.idle);
+                let sums = judgement.reachable.iter().map(|group| group.idle);
                 Idle::of(pages, sums.fold(Sum::default(), Sum::plus))
             }),
             lost,
             suppressed: suppressed.collect(),
-            held: held.collect::<Result<_>>()?,
-            groups: judgement.lost.len() + judgement.held.len(),
+            reachable: reachable.collect::<Result<_>>()?,
+            groups: judgement.lost.len() + judgement.reachable.len(),
             whys: whys
                 .map(|(question, blocks)| self.why(question, blocks, kind, root))
                 .collect(),
@@ -442,7 +442,10 @@ impl<'a> HeapAnalysis<'a> {
         if self.trace.is_some_and(|trace| trace.at_exit) {
             return None;
         }
-        let largest = judgement.held.iter().find_map(|group| group.kind.as_ref());
+        let largest = judgement
+            .reachable
+            .iter()
+            .find_map(|group| group.kind.as_ref());
         let (command, to) = match largest {
             _ if judgement.sums.unreachable.blocks > 0 && self.trace.is_none() => (
                 format!("memleak -p {pid} --verdict 60 1"),
@@ -475,14 +478,14 @@ impl<'a> HeapAnalysis<'a> {
         }
     }
 
-    fn held(
+    fn reachable(
         &self,
         group: &judge::Group,
         kind: impl Fn(usize) -> Kind,
         root: impl Fn(usize) -> String,
         chain: impl Fn(&judge::Holder) -> Chain,
         origin: Option<Origin>,
-    ) -> Held {
+    ) -> Reachable {
         let heap = &self.heap;
         let bytes = |block: usize| self.seen.bytes(block, &heap.blocks()[block]);
         let way = |block: usize| judge::way(&self.reach, block, root(block), &kind);
@@ -493,19 +496,19 @@ impl<'a> HeapAnalysis<'a> {
         };
         let (first, others) = holders.split_first().unwrap_or((&example, &[]));
         let others = others.iter().filter(|other| other.share >= OTHER_HOLDER);
-        Held {
+        Reachable {
             what: What::of(group.kind.as_ref()),
             blocks: group.sum.blocks,
             bytes: group.sum.bytes,
             idle: self.image.idle.as_ref().map(|_| group.idle.into()),
             holder: chain(first),
-            other_holders: others.map(chain).collect(),
+            other_paths: others.map(chain).collect(),
             origin,
             is_traced: self.trace.is_some(),
         }
     }
 
-    /// Describes the chain that holds the example of a holder, from the root with this name.
+    /// Describes the reference path to the example of a holder, from the root with this name.
     fn chain(
         &self,
         holder: &judge::Holder,
@@ -518,7 +521,7 @@ impl<'a> HeapAnalysis<'a> {
         let indexes = judge::shown(chain.len(), CHAIN, |at| is_own(chain[at]));
         let label = |by: usize| text::escape(&judge::describe(&kind(by), &blocks[by])).into_owned();
         Chain {
-            held_percent: (holder.share * 1000.0).round() / 10.0,
+            path_percent: (holder.share * 1000.0).round() / 10.0,
             address: format!("{:#x}", blocks[holder.example].address),
             chain: indexes.iter().map(|&at| label(chain[at])).collect(),
             chain_blocks: chain.len(),

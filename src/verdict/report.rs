@@ -315,11 +315,11 @@ impl Row for Lost {
     }
 }
 
-/// Blocks that hold one block, and so others that are held in the same way.
+/// Reference path to one block, and to others of its group.
 #[derive(Debug, Serialize)]
 pub struct Chain {
-    /// Share of the bytes that are held in this way.
-    pub held_percent: f64,
+    /// Share of the bytes of the group that have this path.
+    pub path_percent: f64,
     /// Address of the example.
     pub(super) address: String,
     /// Holders of the example, the nearest first. Not all are shown.
@@ -369,10 +369,10 @@ impl Row for Next {
     }
 }
 
-/// Blocks of one group that can be reached, and the holders of one of them.
+/// Reachable blocks of one group, and their reference paths.
 #[derive(Debug, Serialize)]
-#[serde(tag = "type", rename = "held")]
-pub struct Held {
+#[serde(tag = "type", rename = "reachable")]
+pub struct Reachable {
     #[serde(flatten)]
     /// Kind of the blocks.
     pub what: What,
@@ -384,10 +384,10 @@ pub struct Held {
     #[serde(flatten)]
     pub(super) idle: Option<IdleSum>,
     #[serde(flatten)]
-    /// Blocks and root that hold most of the bytes.
+    /// Path to most of the bytes.
     pub holder: Chain,
-    /// Other holders of a tenth or more of the bytes.
-    pub(super) other_holders: Vec<Chain>,
+    /// Other paths, to a tenth or more of the bytes each.
+    pub(super) other_paths: Vec<Chain>,
     #[serde(flatten)]
     pub(super) origin: Option<Origin>,
     /// Whether allocations were traced.
@@ -424,16 +424,16 @@ impl IdleSum {
     }
 }
 
-impl Held {
+impl Reachable {
     /// Whether some of the blocks are idle.
     pub fn is_idle(&self) -> bool {
         self.idle.is_some_and(|idle| idle.idle_blocks > 0)
     }
 }
 
-impl Row for Held {
+impl Row for Reachable {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        let percent = self.holder.held_percent;
+        let percent = self.holder.path_percent;
         let share = if percent < 99.5 {
             format!("{percent:.0} % ")
         } else {
@@ -448,8 +448,8 @@ impl Row for Held {
             self.what.text(),
             self.holder.text()
         )?;
-        for other in &self.other_holders {
-            write!(out, "\n\t\t<- {:.0} % {}", other.held_percent, other.text())?;
+        for other in &self.other_paths {
+            write!(out, "\n\t\t<- {:.0} % {}", other.path_percent, other.text())?;
         }
         text_of_origin(self.origin.as_ref(), self.is_traced, out)
     }

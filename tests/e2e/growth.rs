@@ -107,11 +107,11 @@ fn types_that_grow_are_told_with_their_rate() -> Result<()> {
     ensure!(head["types"] == rows.len() - 1, "{head}");
     let lost = row(&rows, "shop::request")?;
     ensure!(
-        lost["judgement"] == "growing" && lost["kind"] == "class",
+        lost["trend"] == "growing" && lost["kind"] == "class",
         "{lost}"
     );
     ensure!(
-        lost["survival_percent"] == 100.0 && lost["held_by"].is_null(),
+        lost["survival_percent"] == 100.0 && lost["referenced_by"].is_null(),
         "{lost}"
     );
     // A block of the class takes 216 bytes. A register or the stack can still refer to the last few blocks.
@@ -134,7 +134,7 @@ fn types_that_grow_are_told_with_their_rate() -> Result<()> {
     for name in ["shop::entry", "shop::item"] {
         let steady = row(&rows, name)?;
         ensure!(
-            steady["judgement"] == "steady" && steady["lost_blocks"] == 0,
+            steady["trend"] == "steady" && steady["lost_blocks"] == 0,
             "{steady}"
         );
     }
@@ -156,8 +156,8 @@ fn a_held_type_is_told_with_what_holds_it() -> Result<()> {
         "std::vector buffer of shop::session",
     ] {
         let held = row(&rows, name)?;
-        ensure!(held["judgement"] == "growing", "{held}");
-        let holder = held["held_by"].as_str().context("no holder")?;
+        ensure!(held["trend"] == "growing", "{held}");
+        let holder = held["referenced_by"].as_str().context("no holder")?;
         ensure!(holder.contains("growth`sessions"), "{held}");
     }
     Ok(())
@@ -252,7 +252,7 @@ fn expect_lists_of_records(workload: &Workload) -> Result<()> {
             .is_some_and(|one| one.starts_with("Record ["))
     };
     ensure!(chain.iter().any(is_record), "{lists}");
-    ensure!(number(lists, "held_percent")? > 50.0, "{lists}");
+    ensure!(number(lists, "path_percent")? > 50.0, "{lists}");
     let next = rows.last().context("no rows")?;
     ensure!(next["type"] == "next", "{next}");
     expect_next_to_answer(workload, next["command"].as_str().unwrap_or_default())

@@ -85,7 +85,7 @@ fn a_leak_is_the_first_line() -> Result<()> {
     let rows = ended.objects_among_lines()?;
     let kinds: Vec<_> = rows.iter().filter_map(|row| row["type"].as_str()).collect();
     ensure!(
-        kinds[..2] == ["heap", "finding"] && kinds.contains(&"held"),
+        kinds[..2] == ["layout", "finding"] && kinds.contains(&"reachable"),
         "{kinds:?}"
     );
     ensure!(

@@ -52,7 +52,7 @@ fn idle_blocks(rows: &[Value]) -> Result<[u64; 3]> {
     for ((idle, bytes), blocks) in idle.iter_mut().zip(BYTES).zip(BLOCKS) {
         let is_it = |row: &&Value| {
             let size = row["size_bytes"].as_u64().unwrap_or_default();
-            row["type"] == "held" && (bytes..bytes + 24).contains(&size)
+            row["type"] == "reachable" && (bytes..bytes + 24).contains(&size)
         };
         let row = rows.iter().find(is_it);
         let row = row.with_context(|| format!("nothing of {bytes} bytes: {rows:?}"))?;

@@ -192,7 +192,7 @@ fn a_heap_and_a_verdict_have_theirs() -> Result<()> {
     let cgroup = layout.put(&pid, &scope())?;
     workload.work()?;
     for (option, kind, head) in [
-        ("--layout", "heap", "heap of alloc"),
+        ("--layout", "layout", "heap of alloc"),
         ("--types", "types", "types of blocks in alloc"),
         ("--leaks", "verdict", "verdict on alloc"),
     ] {

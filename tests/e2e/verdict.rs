@@ -85,7 +85,7 @@ fn blocks_are_lost_or_held_as_the_program_made_them() -> Result<()> {
         (7304, "the kernel, epoll_event.data of file descriptor "),
         (7400, "the kernel, sigev_value of timer "),
     ] {
-        let row = rows.iter().find(|row| is_of(row, "held", bytes));
+        let row = rows.iter().find(|row| is_of(row, "reachable", bytes));
         let row = row.with_context(|| format!("nothing holds {bytes}: {rows:?}"))?;
         let root = row["root"].as_str().unwrap_or_default();
         ensure!(row["blocks"] == 1 && root.starts_with(holder), "{row}");
@@ -194,7 +194,10 @@ fn pages_that_are_absent_hold_blocks() -> Result<()> {
     for how in ["fork", "dontneed", "readonly", "packed", "file", "private"] {
         let mut workload = Workload::start("elsewhere", &[how, "1009", path])?;
         let rows = judge(&workload.pid(), &[])?;
-        let (lost, held) = (blocks(&rows, "leak", 3000), blocks(&rows, "held", 1000));
+        let (lost, held) = (
+            blocks(&rows, "leak", 3000),
+            blocks(&rows, "reachable", 1000),
+        );
         ensure!(
             lost == (7, 0) && held == (1009, 0),
             "{how}: {lost:?}, {held:?}: {rows:?}"
@@ -251,7 +254,7 @@ fn expect_objects_by_counts(python: &Python) -> Result<()> {
     for (name, blocks) in [("Kept", 1009), ("Sole", 7)] {
         let held = rows
             .iter()
-            .find(|row| row["type"] == "held" && row["name"] == name);
+            .find(|row| row["type"] == "reachable" && row["name"] == name);
         let held = held.with_context(|| format!("no {name}"))?;
         ensure!(held["blocks"] == blocks, "{held}");
     }
@@ -285,7 +288,10 @@ fn ten_million_blocks_are_judged_in_bounded_memory() -> Result<()> {
     }
     ensure!(blocks(&rows, "leak", 24) == (LOST, 0), "{rows:?}");
     // Beside the list, the C library has blocks of its own, of other sizes.
-    ensure!(blocks(&rows, "held", 24) == (BLOCKS - LOST, 0), "{rows:?}");
+    ensure!(
+        blocks(&rows, "reachable", 24) == (BLOCKS - LOST, 0),
+        "{rows:?}"
+    );
     ensure!(
         verdict["pauses_us"].as_array().map(Vec::len) == Some(2),
         "{verdict}"

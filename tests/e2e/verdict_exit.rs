@@ -34,7 +34,7 @@ fn at_exit(workload: &str, args: &[&str]) -> Result<ToolOutput> {
 /// Expects that the verdict covers the workload's work, and its blocks from before that.
 fn expect_all(rows: &[Value]) -> Result<()> {
     expect_what_was_made(rows)?;
-    for (kind, expected) in [("leak", [7, 6300, 0, 0]), ("held", [11, 11_000, 0, 0])] {
+    for (kind, expected) in [("leak", [7, 6300, 0, 0]), ("reachable", [11, 11_000, 0, 0])] {
         let found = sums(rows, kind, "early()");
         ensure!(found == expected, "{found:?}: {rows:?}");
     }
@@ -137,7 +137,7 @@ fn threads_hold_what_they_have() -> Result<()> {
     let held: Vec<_> = rows.iter().filter(is_it).collect();
     let of = |function, root: &str| {
         let blocks = held.iter().filter(|row| {
-            let found = sums(std::slice::from_ref(**row), "held", function);
+            let found = sums(std::slice::from_ref(**row), "reachable", function);
             let holder = row["root"].as_str().unwrap_or_default();
             found[0] > 0 && holder.starts_with(root)
         });

@@ -48,8 +48,8 @@ pub(crate) fn expect_what_was_made(rows: &[Value]) -> Result<()> {
         ("leak", "forget()", [101, 50_500, 0, 0]),
         ("leak", "lose_list()", [1, 200, 18, 3600]),
         ("leak", "open_session(unsigned long)", [5, 120, 5, 200]),
-        ("held", "remember()", [53, 15_900, 0, 0]),
-        ("held", "point_into()", [1, 700, 0, 0]),
+        ("reachable", "remember()", [53, 15_900, 0, 0]),
+        ("reachable", "point_into()", [1, 700, 0, 0]),
     ] {
         let found = sums(rows, kind, function);
         ensure!(found == expected, "{function}: {found:?}: {rows:?}");
@@ -113,7 +113,7 @@ fn leaks_are_told_by_stack() -> Result<()> {
 
 fn what_was_there_before_has_no_stack() -> Result<()> {
     let rows = judged(&["--why", "1000"])?;
-    for (kind, bytes, blocks) in [("leak", 900, 7), ("held", 1000, 11)] {
+    for (kind, bytes, blocks) in [("leak", 900, 7), ("reachable", 1000, 11)] {
         let is_it = |row: &&Value| {
             row["type"] == kind && (bytes..bytes + 24).contains(&number(row, "size_bytes"))
         };

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use memtools::print::output::Row;
 use memtools::print::text;
-use memtools::verdict::{Held, Report, Sum};
+use memtools::verdict::{Reachable, Report, Sum};
 use serde::Serialize;
 
 use crate::layout::{HeapRow, Resident};
@@ -42,7 +42,7 @@ pub(crate) enum Level {
 pub(crate) struct Finding {
     pub(crate) level: Level,
     what: &'static str,
-    evidence: String,
+    text: String,
     /// Command that answers the next question.
     next: Option<String>,
 }
@@ -54,7 +54,7 @@ impl Row for Finding {
             Level::Look => "look  ",
             Level::Ok => "ok    ",
         };
-        let sentence = format!("{}: {}", self.what, self.evidence);
+        let sentence = format!("{}: {}", self.what, self.text);
         for line in text::wrapped(&sentence, WIDTH - INDENT) {
             writeln!(out, "{lead}{line}")?;
             lead = "      ";
@@ -80,7 +80,7 @@ pub(crate) fn find(layout: &HeapRow, judged: Result<&Report, &str>) -> Vec<Findi
         Err(why) => vec![Finding {
             level: Level::Look,
             what: "leak",
-            evidence: format!("not known: {why}"),
+            text: format!("not known: {why}"),
             // Why a process could not be copied comes with its own remedy.
             next: layout.is_copied().then(|| format!("memleak -p {pid} 10")),
         }],
@@ -112,10 +112,10 @@ fn share(part: u64, all: u64) -> f64 {
 fn leak(pid: u32, report: &Report) -> Finding {
     let sums = &report.verdict.sums;
     let lost = sums.unreachable.plus(sums.unreachable_via);
-    let (level, evidence, next) = if sums.unreachable.blocks > 0 {
+    let (level, text, next) = if sums.unreachable.blocks > 0 {
         let share = share(lost.bytes, all(report).bytes);
         let is_large = lost.bytes >= LEAK_BYTES || share >= LEAK_SHARE;
-        let evidence = format!(
+        let text = format!(
             "{} in {} are unreachable ({:.0} % of all bytes)",
             text::bytes(lost.bytes),
             text::count_with_noun(lost.blocks, "block"),
@@ -126,27 +126,27 @@ fn leak(pid: u32, report: &Report) -> Finding {
         } else {
             (Level::Look, format!("heapscan -p {pid} --leaks"))
         };
-        (next.0, evidence, Some(next.1))
+        (next.0, text, Some(next.1))
     } else if sums.undecided.blocks > 0 {
-        let evidence = format!(
+        let text = format!(
             "no block is unreachable in both copies; {} ({}) only in the last one",
             text::count_with_noun(sums.undecided.blocks, "block"),
             text::bytes(sums.undecided.bytes)
         );
-        (Level::Ok, evidence, None)
+        (Level::Ok, text, None)
     } else if sums.python_cycles.blocks > 0 {
-        let evidence = format!(
+        let text = format!(
             "all blocks are reachable, or in Python reference cycles ({}), which the garbage collector frees",
             text::bytes(sums.python_cycles.bytes)
         );
-        (Level::Ok, evidence, None)
+        (Level::Ok, text, None)
     } else {
         (Level::Ok, "all blocks are reachable".to_owned(), None)
     };
     Finding {
         level,
         what: "leak",
-        evidence,
+        text,
         next,
     }
 }
@@ -154,22 +154,22 @@ fn leak(pid: u32, report: &Report) -> Finding {
 /// Suspects growth where one root or container holds many blocks of one type.
 fn growth(pid: u32, report: &Report) -> Option<Finding> {
     let all = all(report).bytes;
-    let part = |held: &Held| held.holder.held_percent / 100.0;
-    let is_large = |held: &&Held| {
-        let bytes = held.bytes as f64 * part(held);
-        held.blocks as f64 * part(held) >= MANY_BLOCKS
+    let part = |group: &Reachable| group.holder.path_percent / 100.0;
+    let is_large = |group: &&Reachable| {
+        let bytes = group.bytes as f64 * part(group);
+        group.blocks as f64 * part(group) >= MANY_BLOCKS
             || (bytes >= LARGE_BYTES as f64 && bytes >= all as f64 * LARGE_SHARE)
     };
-    let held = report.held.iter().find(is_large)?;
-    let blocks = (held.blocks as f64 * part(held)).round() as u64;
+    let group = report.reachable.iter().find(is_large)?;
+    let blocks = (group.blocks as f64 * part(group)).round() as u64;
     Some(Finding {
         level: Level::Look,
         what: "growth?",
-        evidence: format!(
+        text: format!(
             "{} references {} ({}); one scan cannot show a trend",
-            held.holder.root,
+            group.holder.root,
             text::count_with_noun(blocks, "block"),
-            text::display_name(&held.what.text())
+            text::display_name(&group.what.text())
         ),
         next: Some(format!("heapscan -p {pid} --growth 60")),
     })
@@ -192,7 +192,7 @@ fn outside(layout: &HeapRow, resident: &Resident, report: &Report) -> Option<Fin
     Some(Finding {
         level: Level::Look,
         what: "outside",
-        evidence: format!(
+        text: format!(
             "{} of {} are in heaps that were examined; most is {what}",
             text::bytes(examined.min(private)),
             text::bytes(private)
@@ -212,19 +212,19 @@ fn fragmentation(pid: u32, resident: &Resident, trim: Option<u64>) -> Option<Fin
         FREE_BYTES.. if is_half => Level::Look,
         _ => Level::Ok,
     };
-    let mut evidence = format!(
+    let mut text = format!(
         "{} of the {} heap are free ({:.0} %)",
         text::bytes(free),
         text::bytes(resident.heap),
         share(free, resident.heap) * 100.0
     );
     if let Some(trim) = trim.filter(|_| level != Level::Ok) {
-        evidence += &format!("; malloc_trim(0) would return {}", text::bytes(trim));
+        text += &format!("; malloc_trim(0) would return {}", text::bytes(trim));
     }
     Some(Finding {
         level,
         what: "fragmentation",
-        evidence,
+        text,
         next: (level != Level::Ok).then(|| format!("heapscan -p {pid} --growth 60")),
     })
 }
@@ -256,7 +256,7 @@ mod tests {
         let finding = Finding {
             level: Level::Act,
             what: "fragmentation",
-            evidence: "189.0 MB of the 201.6 MB heap are free (94 %); malloc_trim(0) would return 137.6 MB".into(),
+            text: "189.0 MB of the 201.6 MB heap are free (94 %); malloc_trim(0) would return 137.6 MB".into(),
             next: Some("heapscan -p 7 --growth 60".into()),
         };
         let mut lines = Vec::new();

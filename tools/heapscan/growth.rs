@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow, bail};
 use memtools::heap::capture::Request;
 use memtools::heap::growth::follow::Follower;
-use memtools::heap::growth::judge::{self, Judgement, Point};
+use memtools::heap::growth::judge::{self, Point, Trend};
 use memtools::heap::runtimes::Runtime;
 use memtools::print::output::Output;
 use memtools::process::container::ProcessName;
@@ -185,7 +185,7 @@ impl Study {
         let groups = (0..).zip(self.follower.groups());
         let mut growing: Vec<_> = groups
             .filter_map(|(number, group)| Some((number, judge::judge_type(&seconds, group)?)))
-            .filter(|(_, judged)| judged.judgement == Judgement::Growing)
+            .filter(|(_, judged)| judged.trend == Trend::Growing)
             .collect();
         growing.sort_by(|(_, one), (_, other)| other.line.slope.total_cmp(&one.line.slope));
         growing.into_iter().map(|(number, _)| number).collect()

@@ -136,7 +136,7 @@ impl HeapRow {
             .map(|range| image.resident_bytes(range.clone()))
             .sum();
         let mut row = Self {
-            r#type: "heap",
+            r#type: "layout",
             process,
             paused_us: image.paused.as_micros() as u64,
             copied_bytes: image.copied_bytes(),

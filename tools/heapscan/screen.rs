@@ -15,7 +15,7 @@ use memtools::process::container::CgroupInfo;
 use memtools::process::proc;
 use memtools::run::cli;
 use memtools::verdict::{
-    self, HeapAnalysis, Held, Lost, Report, Settings, Suppressions, Untraced, What,
+    self, HeapAnalysis, Lost, Reachable, Report, Settings, Suppressions, Untraced, What,
 };
 
 use crate::args::ScreenSettings;
@@ -89,8 +89,8 @@ fn print_answers(judged: &Result<Report>, output: &mut Output) -> Result<()> {
     if let Some(idle) = &report.idle {
         output.raw(|out| writeln!(out))?;
         output.row(idle)?;
-        let mut idle = report.held.iter().filter(|held| held.is_idle());
-        idle.try_for_each(|held| output.row(held))?;
+        let mut idle = report.reachable.iter().filter(|group| group.is_idle());
+        idle.try_for_each(|group| output.row(group))?;
     }
     if !report.whys.is_empty() {
         output.raw(|out| writeln!(out))?;
@@ -275,8 +275,8 @@ impl BlocksRow {
         }
     }
 
-    fn of_held(held: &Held) -> Self {
-        let percent = held.holder.held_percent;
+    fn of_reachable(group: &Reachable) -> Self {
+        let percent = group.holder.path_percent;
         let share = if percent < 99.5 {
             format!("{percent:.0} %: ")
         } else {
@@ -284,10 +284,10 @@ impl BlocksRow {
         };
         let width = HOLDER - share.len();
         Self {
-            name: name(&held.what),
-            blocks: held.blocks,
-            bytes: held.bytes,
-            holder: share + &path(&held.holder.chain, &held.holder.root, width),
+            name: name(&group.what),
+            blocks: group.blocks,
+            bytes: group.bytes,
+            holder: share + &path(&group.holder.chain, &group.holder.root, width),
             is_lost: false,
         }
     }
@@ -303,7 +303,7 @@ fn name(what: &What) -> String {
 /// Writes the types with most bytes. Unreachable types are always among them.
 fn blocks(report: &Report, top: usize, out: &mut dyn Write) -> io::Result<()> {
     let mut rows: Vec<_> = report.lost.iter().map(BlocksRow::of_lost).collect();
-    rows.extend(report.held.iter().map(BlocksRow::of_held));
+    rows.extend(report.reachable.iter().map(BlocksRow::of_reachable));
     rows.sort_by_key(|row| (Reverse(row.bytes), !row.is_lost));
     let has_lost = rows.iter().take(top).any(|row| row.is_lost);
     let first_lost = rows.iter().position(|row| row.is_lost);

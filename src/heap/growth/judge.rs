@@ -1,4 +1,4 @@
-//! Judgement of each type of blocks, and of the process.
+//! Trend of each type of blocks, and verdict on the process.
 
 use crate::heap::growth::follow::{Group, Sample};
 use crate::heap::growth::trend::{self, Course, Line, Thresholds};
@@ -25,23 +25,23 @@ const CYCLES: f64 = 0.5;
 /// Smallest number of processes started meanwhile that makes a process a fork server.
 const FORKS: u64 = 2;
 
-/// Judgement of the blocks of a type.
+/// Trend of the number of blocks of a type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Judgement {
-    /// Ever more blocks.
+pub enum Trend {
+    /// The number grows.
     Growing,
-    /// More blocks once, or some that came and went.
+    /// The number has grown once, or has grown and fallen again.
     OneOff,
-    /// Ever fewer blocks.
+    /// The number falls.
     Shrinking,
-    /// About as many blocks as before, but not the same.
+    /// The number stays about the same, and the blocks are replaced.
     Churn,
-    /// About as many blocks as before, most of them the same.
+    /// The number stays about the same, and so do most blocks.
     Steady,
 }
 
-impl Judgement {
-    /// Returns the word for the judgement.
+impl Trend {
+    /// Returns the word for the trend.
     pub fn name(self) -> &'static str {
         match self {
             Self::Growing => "growing",
@@ -53,11 +53,11 @@ impl Judgement {
     }
 }
 
-/// Type of blocks with its judgement.
+/// Type of blocks, judged.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Judged {
-    /// Judgement of the blocks.
-    pub judgement: Judgement,
+    /// Trend of the blocks.
+    pub trend: Trend,
     /// Growth of the blocks' bytes.
     pub line: Line,
     /// Part of the blocks that exist at the next point, too; None if there never were any.
@@ -70,15 +70,15 @@ pub fn judge_type(seconds: &[f64], group: &Group) -> Option<Judged> {
     let bytes = samples.iter().map(|sample| sample.bytes as f64);
     let points: Vec<_> = seconds.iter().copied().zip(bytes).collect();
     let line = Line::through(&points)?;
-    let judgement = match trend::course(&points, OF_TYPE) {
-        Course::Growing => Judgement::Growing,
-        Course::Stopped | Course::Late | Course::Burst => Judgement::OneOff,
-        Course::Falling => Judgement::Shrinking,
-        Course::Level if stays(samples) => Judgement::Steady,
-        Course::Level => Judgement::Churn,
+    let trend = match trend::course(&points, OF_TYPE) {
+        Course::Growing => Trend::Growing,
+        Course::Stopped | Course::Late | Course::Burst => Trend::OneOff,
+        Course::Falling => Trend::Shrinking,
+        Course::Level if stays(samples) => Trend::Steady,
+        Course::Level => Trend::Churn,
     };
     Some(Judged {
-        judgement,
+        trend,
         line,
         survival: survival(samples),
     })

@@ -56,7 +56,7 @@ pub enum Kind {
     /// A C string.
     Text,
     /// Nothing is known of the block but the one block that points at it.
-    Held,
+    Owned,
 }
 
 impl Kind {
@@ -68,7 +68,7 @@ impl Kind {
             Self::String => "string",
             Self::Container => "container",
             Self::Text => "text",
-            Self::Held => "held",
+            Self::Owned => "owned",
         }
     }
 }
@@ -356,7 +356,7 @@ impl Naming<'_> {
             }
         }
         for (number, name) in held {
-            self.name(number, Kind::Held, name);
+            self.name(number, Kind::Owned, name);
         }
     }
 }

@@ -125,7 +125,7 @@ fn python_objects_have_the_words_before_them() {
     let heap = sample::heap(&[(at(0), 64), (at(1), 64)]);
     let names = Names::of(&sample.made.image(), &heap, sample.modules());
     let kinds = [0, 1].map(|block| names.of_block(block).map(|of| (of.kind, &of.name[..])));
-    let expected = [(Kind::Python, "list"), (Kind::Held, "owned by list")];
+    let expected = [(Kind::Python, "list"), (Kind::Owned, "owned by list")];
     assert_eq!(kinds, expected.map(Some));
     let object = PythonObject {
         block: 0,

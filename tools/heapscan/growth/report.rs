@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::io::{self, Write};
 
 use memtools::heap::growth::follow::{Key, Sample};
-use memtools::heap::growth::judge::{self, Evidence, Judged, Judgement, Part, Point, Verdict};
+use memtools::heap::growth::judge::{self, Evidence, Judged, Part, Point, Trend, Verdict};
 use memtools::heap::growth::trend::Line;
 use memtools::heap::runtimes::Runtime;
 use memtools::print::output::Row;
@@ -24,7 +24,7 @@ pub(super) struct GrowthRow {
     /// Pauses of the process by image, in microseconds. The image in which lost blocks are looked for again is
     /// included.
     pauses_us: Vec<u64>,
-    images_left_out: u64,
+    snapshots_skipped: u64,
     allocator: String,
     coverage: &'static str,
     seconds: f64,
@@ -91,7 +91,7 @@ struct Slope {
 pub(super) struct TypeRow {
     kind: &'static str,
     name: String,
-    judgement: &'static str,
+    trend: &'static str,
     first_blocks: u64,
     blocks: u64,
     #[serde(flatten)]
@@ -99,9 +99,9 @@ pub(super) struct TypeRow {
     survival_percent: Option<f64>,
     lost_blocks: Option<u64>,
     lost_bytes: Option<u64>,
-    held_by: Option<String>,
+    referenced_by: Option<String>,
     #[serde(skip)]
-    judged: Judgement,
+    judged: Trend,
     #[serde(skip)]
     is_first: bool,
     /// Whether the name is a question that --why answers.
@@ -146,7 +146,7 @@ fn growth(study: &Study, types: usize, top: usize) -> GrowthRow {
     GrowthRow {
         process: study.name.clone(),
         pauses_us: study.pauses_us.clone(),
-        images_left_out: study.left_out,
+        snapshots_skipped: study.left_out,
         allocator: study.allocator.clone(),
         coverage: "complete",
         seconds: rounded(points.last().map_or(0.0, |point| point.seconds)),
@@ -177,7 +177,7 @@ fn growth(study: &Study, types: usize, top: usize) -> GrowthRow {
     }
 }
 
-/// Returns the rows of all types by judgement: those that grow first, the fastest of them first. Within the other
+/// Returns the rows of all types by trend: those that grow first, the fastest of them first. Within the other
 /// judgements, types with most bytes come first.
 fn types(study: &Study) -> Vec<TypeRow> {
     let seconds = study.seconds();
@@ -205,15 +205,15 @@ fn types(study: &Study) -> Vec<TypeRow> {
             Some(TypeRow {
                 kind: group.key.kind(),
                 name: text::display_name(&group.key.describe()),
-                judgement: judged.judgement.name(),
+                trend: judged.trend.name(),
                 first_blocks: first.blocks,
                 blocks: last.blocks,
                 bytes: Slope::new(first.bytes, last.bytes, Some(judged.line)),
                 survival_percent: survival_percent(judged),
                 lost_blocks: is_known.then_some(blocks),
                 lost_bytes: is_known.then_some(bytes),
-                held_by: study.found.holders.get(&number).cloned(),
-                judged: judged.judgement,
+                referenced_by: study.found.holders.get(&number).cloned(),
+                judged: judged.trend,
                 is_first: false,
                 is_askable: group.key != Key::Others,
             })
@@ -222,7 +222,7 @@ fn types(study: &Study) -> Vec<TypeRow> {
     rows.sort_by(|one, other| {
         let of = |row: &TypeRow| {
             let speed = match row.judged {
-                Judgement::Growing => row.bytes.bytes_per_second as i64,
+                Trend::Growing => row.bytes.bytes_per_second as i64,
                 _ => 0,
             };
             let most = row.bytes.first.max(row.bytes.last);
@@ -344,7 +344,7 @@ impl Row for GrowthRow {
             "{}; coverage: {}: {blocks}",
             self.allocator, self.coverage
         )?;
-        match self.images_left_out {
+        match self.snapshots_skipped {
             0 => writeln!(out)?,
             images => writeln!(
                 out,
@@ -413,7 +413,7 @@ impl GrowthRow {
     fn next(&self, types: &[TypeRow]) -> String {
         let fastest = types
             .iter()
-            .find(|row| row.judged == Judgement::Growing && row.is_askable);
+            .find(|row| row.judged == Trend::Growing && row.is_askable);
         let pid = self.process.pid;
         match (self.judged, fastest) {
             (Verdict::Leak, _) => self.trace(),
@@ -532,12 +532,12 @@ impl Row for TypeRow {
         write!(
             out,
             "{:<9} {speed:>12} {half:>12} {:>12} {:>10} {stay:>8} {lost:>12}  {}",
-            self.judgement.replace('_', "-"),
+            self.trend.replace('_', "-"),
             text::bytes(self.bytes.last),
             text::grouped(self.blocks),
             self.name
         )?;
-        match &self.held_by {
+        match &self.referenced_by {
             Some(holder) => writeln!(out, " <- {holder}"),
             None => writeln!(out),
         }

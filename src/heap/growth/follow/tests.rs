@@ -115,7 +115,7 @@ fn another_class_at_the_same_place_is_another_block() {
     let mut follower = Follower::default();
     let session = follower.group_index(of(Kind::Class, "Session"));
     let request = follower.group_index(of(Kind::Class, "Request"));
-    let held = follower.group_index(of(Kind::Held, "owned by Session"));
+    let held = follower.group_index(of(Kind::Owned, "owned by Session"));
     assert!(follower.contradicts(session, request));
     for (before, now) in [(session, session), (session, held), (held, request)] {
         assert!(!follower.contradicts(before, now), "{before} {now}");

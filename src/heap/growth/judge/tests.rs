@@ -287,13 +287,13 @@ fn a_type_is_judged_by_its_bytes_and_by_which_blocks_stay() {
         (300, 200, 100),
         (400, 300, 100),
     ]);
-    assert_eq!(growing.judgement, Judgement::Growing);
+    assert_eq!(growing.trend, Trend::Growing);
     assert!((growing.line.slope - 1000.0).abs() < 1e-6, "{growing:?}");
     assert_eq!(growing.survival, Some(1.0));
     let steady = of(&[(100, 0, 100), (101, 99, 99), (100, 99, 98), (100, 98, 97)]);
-    assert_eq!(steady.judgement, Judgement::Steady);
+    assert_eq!(steady.trend, Trend::Steady);
     let churn = of(&[(100, 0, 100), (101, 60, 60), (100, 60, 36), (100, 60, 20)]);
-    assert_eq!(churn.judgement, Judgement::Churn);
+    assert_eq!(churn.trend, Trend::Churn);
     assert!(
         (churn.survival.expect("blocks") - 180.0 / 301.0).abs() < 1e-9,
         "{churn:?}"
@@ -305,17 +305,14 @@ fn a_type_is_judged_by_its_bytes_and_by_which_blocks_stay() {
         (900, 900, 0),
         (900, 900, 0),
     ]);
-    assert_eq!(once.judgement, Judgement::OneOff);
+    assert_eq!(once.trend, Trend::OneOff);
     let came_and_went = of(&[(0, 0, 0), (900, 0, 0), (0, 0, 0), (0, 0, 0)]);
-    assert_eq!(came_and_went.judgement, Judgement::OneOff);
+    assert_eq!(came_and_went.trend, Trend::OneOff);
     let shrinking = of(&[(900, 0, 900), (600, 600, 600), (300, 300, 300), (0, 0, 0)]);
-    assert_eq!(shrinking.judgement, Judgement::Shrinking);
+    assert_eq!(shrinking.trend, Trend::Shrinking);
     // Blocks that live for less than the time between two images.
     let short = of(&[(0, 0, 0), (7, 0, 0), (3, 0, 0), (7, 0, 0)]);
-    assert_eq!(
-        (short.judgement, short.survival),
-        (Judgement::Churn, Some(0.0))
-    );
+    assert_eq!((short.trend, short.survival), (Trend::Churn, Some(0.0)));
     assert_eq!(
         judge_type(&[0.0, 1.0], &group(&[(1, 0, 1), (2, 1, 1)])),
         None
