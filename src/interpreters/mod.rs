@@ -25,19 +25,11 @@ mod search;
 pub struct InterpreterArgs {
     /// How frames of Python and Java are shown
     ///
-    /// `auto` replaces the interpreter's frames by Python and Java functions; `off` shows native frames only.
-    #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "WHICH", value_enum, default_value_t = Interpreters::Auto)]
+    /// `auto` replaces the interpreter's frames by Python and Java functions; `merged` also omits the lines of Python
+    /// functions, which merges stacks that differ only in lines; `all` shows both kinds of frames; `off` shows native
+    /// frames only.
+    #[arg(help_heading = "Stacks", hide_short_help = true, hide_possible_values = true, long, value_name = "WHICH", value_enum, default_value_t = Interpreters::Auto)]
     pub interpreters: Interpreters,
-
-    /// Show line numbers of Python functions
-    ///
-    /// With `no`, stacks that differ only in lines are merged.
-    #[arg(help_heading = "Stacks", hide_short_help = true, long, value_name = "WHETHER", value_enum, default_value_t = PythonLines::Yes)]
-    pub python_lines: PythonLines,
-
-    /// Also show frames of the Python interpreter
-    #[arg(help_heading = "Stacks", hide_short_help = true, long)]
-    pub native_frames: bool,
 
     /// Request a perf map from each traced HotSpot JVM
     ///
@@ -46,22 +38,16 @@ pub struct InterpreterArgs {
     pub java_names: bool,
 }
 
-/// Whose functions are shown.
+/// Frames that are shown of a process whose interpreter is known.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum Interpreters {
-    /// Functions of Python and Java, in each process whose interpreter is known
+    /// Functions of Python, with lines, and of Java
     #[default]
     Auto,
+    /// Functions of Python, without lines, and of Java
+    Merged,
+    /// Functions of Python and Java, and the frames of the interpreter
+    All,
     /// Native frames only
     Off,
-}
-
-/// Whether lines are shown.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-pub enum PythonLines {
-    /// Function, file and line
-    #[default]
-    Yes,
-    /// Function and file
-    No,
 }

@@ -49,6 +49,12 @@ const MOVED_TO_EXPORT: [Moved; 5] = [
     ("--metrics", "--export FILE.prom"),
 ];
 
+/// Options that --interpreters has replaced.
+const MOVED_TO_INTERPRETERS: [Moved; 2] = [
+    ("--native-frames", "--interpreters all"),
+    ("--python-lines", "--interpreters merged"),
+];
+
 /// Parses the arguments, runs the tool, and turns its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     main_with(&[], run)
@@ -65,11 +71,12 @@ pub fn main_with<A: Parser>(moved: &[Moved], run: impl FnOnce(A) -> Result<ExitC
         Ok(args) => args,
         Err(error) => {
             let mut moved = moved.to_vec();
-            if A::command()
-                .get_arguments()
-                .any(|arg| arg.get_id() == "export")
-            {
-                moved.extend(MOVED_TO_EXPORT);
+            for option in A::command().get_arguments() {
+                match option.get_id().as_str() {
+                    "export" => moved.extend(MOVED_TO_EXPORT),
+                    "interpreters" => moved.extend(MOVED_TO_INTERPRETERS),
+                    _ => (),
+                }
             }
             return usage(&error, &moved, &line);
         }

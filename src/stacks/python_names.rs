@@ -1,9 +1,9 @@
 //! Names for the frames of Python in a user stack.
 
+use crate::interpreters::Interpreters;
 use crate::interpreters::python::codes::{CodeLookup, Codes};
 use crate::interpreters::python::lines::Instruction;
 use crate::interpreters::raw_frame::RawFrame;
-use crate::interpreters::{InterpreterArgs, PythonLines};
 use crate::stacks::named::Frame;
 
 /// Symbolizer for frames of Python, by the options of the command line.
@@ -28,11 +28,11 @@ pub(super) enum Found {
 
 impl PythonNames {
     /// Creates the names from the code objects that the BPF programs send.
-    pub fn new(codes: Codes, args: InterpreterArgs) -> Self {
+    pub fn new(codes: Codes, shown: Interpreters) -> Self {
         Self {
             codes,
-            lines: args.python_lines == PythonLines::Yes,
-            native_frames: args.native_frames,
+            lines: shown != Interpreters::Merged,
+            native_frames: shown == Interpreters::All,
         }
     }
 

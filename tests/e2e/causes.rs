@@ -312,7 +312,7 @@ fn a_file_without_a_name_that_grows() -> Result<()> {
     let mut cause = cause("memfd", 26, "97", &[])?;
     let (objects, _) = triage(&[])?;
     let finding = first(&objects, "shmem", "look")?;
-    ensure!(finding["next"] == "memleak -k --pages 10", "{finding}");
+    ensure!(finding["next"] == "memleak -k=pages 10", "{finding}");
     let evidence = finding["evidence"].as_str().unwrap_or_default();
     let by = format!(
         "memfd:cause, {}M, open in pid {}",

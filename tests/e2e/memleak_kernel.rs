@@ -165,7 +165,7 @@ fn objects_are_counted_by_cache_until_they_are_freed() -> Result<()> {
         ("files", 107, &[("filp", 107)]),
     ] {
         let mut workload = Workload::start("kmem", &[what, &count.to_string()])?;
-        let report = trace(&mut workload, &["--slab", "--by-cache"])?;
+        let report = trace(&mut workload, &["-k=slab", "--by-cache"])?;
         for &(cache, objects) in caches {
             let found = report.cache(cache);
             ensure!(
@@ -193,7 +193,7 @@ fn more_than_a_batch_is_read() -> Result<()> {
         (60_007, "262144")
     };
     let mut workload = Workload::start("kmem", &["inodes", &files.to_string()])?;
-    let args = ["--slab", "--by-cache", "--max-allocs", room];
+    let args = ["-k=slab", "--by-cache", "--max-allocs", room];
     let report = trace(&mut workload, &args)?;
     for cache in ["shmem_inode_cache", "dentry"] {
         let found = report.cache(cache).allocations;
@@ -249,7 +249,7 @@ fn sizes_are_what_was_asked_for_and_what_it_takes() -> Result<()> {
         bytes: 4 * 4096,
         requested: 256 * 40,
     };
-    for (args, cache) in [(&[][..], "[kmalloc-large]"), (&["--pages"], "[pages]")] {
+    for (args, cache) in [(&[][..], "[kmalloc-large]"), (&["-k=pages"], "[pages]")] {
         let mut workload = Workload::start("kmem", &["ring", "256"])?;
         let report = trace(&mut workload, &[args, &["--by-cache"]].concat())?;
         let sum = report.cache(cache);
@@ -285,7 +285,7 @@ fn pages_of_objects_count_once() -> Result<()> {
         let sum = Report::sum(pages);
         Ok((report, sum))
     };
-    let (_, alone) = slab_pages(&["--pages"])?;
+    let (_, alone) = slab_pages(&["-k=pages"])?;
     let (both, beside) = slab_pages(&[])?;
     ensure!(alone.bytes > FILES * 128, "{alone:?} without objects");
     // The remaining pages were taken in advance by the slab allocator, and have no objects yet.
@@ -303,7 +303,7 @@ fn pages_of_objects_count_once() -> Result<()> {
 fn pages_are_counted_until_they_are_freed() -> Result<()> {
     for (what, pages) in [("buffers", 211), ("memory", 223)] {
         let mut workload = Workload::start("kmem", &[what, &pages.to_string()])?;
-        let (before, _) = trace_to_nothing(&mut workload, &["--pages", "-z", "4096"])?;
+        let (before, _) = trace_to_nothing(&mut workload, &["-k=pages", "-z", "4096"])?;
         let through = [
             "pipe_write",
             "anon_pipe_write",
@@ -351,7 +351,7 @@ fn frees_in_interrupts_are_seen() -> Result<()> {
 
 fn frees_in_bulk_are_seen() -> Result<()> {
     let mut workload = Workload::start("kmem", &["members", "13"])?;
-    let (before, _) = trace_to_nothing(&mut workload, &["--slab", "-Z", "64"])?;
+    let (before, _) = trace_to_nothing(&mut workload, &["-k=slab", "-Z", "64"])?;
     ensure!(
         before.through("sock_kmalloc").allocations == 13,
         "{before:?}"
@@ -366,7 +366,7 @@ fn frees_that_are_not_seen_are_told() -> Result<()> {
     let pid = workload.pid();
     let mut tool = Tool::spawn(
         Command::new(tool("memleak"))
-            .args(["-k", "-p", &pid, "-j", "-o", "0", "--slab", "-T", "1000"])
+            .args(["-k", "-p", &pid, "-j", "-o", "0", "-k=slab", "-T", "1000"])
             .env("MEMTOOLS_ATTACH", "tracepoints")
             .stdin(Stdio::null()),
     )?;
@@ -404,7 +404,7 @@ fn only_what_is_filtered_is_counted() -> Result<()> {
         let slab = if args.contains(&"--cache") {
             &[][..]
         } else {
-            &["--slab"]
+            &["-k=slab"]
         };
         let common = ["-k", "-j", "-o", "0", "--by-cache", "-T", "1000", "3600"];
         let tool = start(&[args, slab, &common].concat())?;

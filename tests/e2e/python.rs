@@ -387,7 +387,7 @@ fn other_tools_have_them_too() -> Result<()> {
     Ok(())
 }
 
-/// Two lines of a function allocate blocks: two stacks or, with --python-lines=no, one. From 3.15 on, the first
+/// Two lines of a function allocate blocks: two stacks or, with --interpreters=merged, one. From 3.15 on, the first
 /// call of a line goes through other functions of the interpreter than later calls.
 fn without_lines_a_function_has_one_stack() -> Result<()> {
     const PROGRAM: &str = "import os, sys\n\
@@ -400,9 +400,9 @@ fn without_lines_a_function_has_one_stack() -> Result<()> {
                            keep()\n\
                            print('done', flush=True)\n\
                            sys.stdin.readline()\n";
-    for (lines, expected) in [("yes", &[601, 601][..]), ("no", &[1202])] {
+    for (lines, expected) in [("auto", &[601, 601][..]), ("merged", &[1202])] {
         let workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
-        let (pid, option) = (workload.pid(), format!("--python-lines={lines}"));
+        let (pid, option) = (workload.pid(), format!("--interpreters={lines}"));
         let ended = trace(&["-o", "0", "-j", &option, "3600"], workload, &pid)?;
         let objects = ended.objects()?;
         let counts: Vec<u64> = objects
@@ -480,7 +480,7 @@ fn native_frames_are_left_when_asked_for() -> Result<()> {
         Ok((python, all.len() - python))
     };
     let (python, native) = frames("--interpreters=auto")?;
-    let (as_many, with_loops) = frames("--native-frames")?;
+    let (as_many, with_loops) = frames("--interpreters=all")?;
     ensure!(
         python > 1000 && as_many > 1000 && with_loops > native,
         "{python} and {native}, {as_many} and {with_loops}"

@@ -128,13 +128,13 @@ pub(crate) struct Args {
     /// Sample by size, and report estimates
     ///
     /// A block of S bytes is recorded with the probability S/BYTES.
-    #[arg(hide_short_help = true, help_heading = EVENTS, long, value_name = "BYTES", value_parser = sampling_distance, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace"])]
+    #[arg(hide_short_help = true, help_heading = EVENTS, long, value_name = "BYTES", value_parser = sampling_distance, conflicts_with_all = ["sample_rate", "combined_only", "mode", "trace"])]
     pub(crate) sample_bytes: Option<u32>,
 
     /// Limit the CPU time of tracing by sampling
     ///
     /// Blocks are sampled by size as needed, so that the BPF programs use at most PERCENT of the target's CPU time.
-    #[arg(help_heading = EVENTS, long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace", "children", "name", "cgroup"])]
+    #[arg(help_heading = EVENTS, long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "trace", "children", "name", "cgroup"])]
     pub(crate) max_overhead: Option<f64>,
 
     /// Trace only the allocator in this file
@@ -182,14 +182,6 @@ pub(crate) struct Args {
     /// lived shorter than one interval; `peak`: blocks outstanding at peak usage.
     #[arg(hide_default_value = true, help_heading = REPORT, long, value_name = "MODE", value_enum, default_value_t = Mode::Leak, hide_possible_values = true, conflicts_with_all = ["combined_only", "show_allocs", "older"])]
     pub(crate) mode: Mode,
-
-    /// The same as --mode churn
-    #[arg(hide_short_help = true, help_heading = REPORT, long, conflicts_with_all = ["mode", "peak", "combined_only", "show_allocs", "older"])]
-    pub(crate) churn: bool,
-
-    /// The same as --mode peak
-    #[arg(hide_short_help = true, help_heading = REPORT, long, conflicts_with_all = ["mode", "combined_only", "show_allocs", "older"])]
-    pub(crate) peak: bool,
 
     /// Ignore blocks younger than MS milliseconds [default: 500]
     ///

@@ -29,10 +29,14 @@ use crate::args::Args;
 use crate::plan::Plan;
 
 /// Options that other commands have replaced.
-const MOVED: [Moved; 5] = [
+const MOVED: [Moved; 9] = [
     ("--heap", "heapscan -p PID --layout"),
     ("--types", "heapscan -p PID --types"),
     ("--growth", "heapscan -p PID --growth 60"),
+    ("--churn", "--mode churn"),
+    ("--peak", "--mode peak"),
+    ("--slab", "--kernel=slab (-k=slab)"),
+    ("--pages", "--kernel=pages (-k=pages)"),
     (
         "--memcheck",
         "the rows of --verdict, and the object memcheck of --json",

@@ -172,10 +172,11 @@ fn age(age: Duration) -> String {
     }
 }
 
-/// Formats a path as one word of a shell's command line.
+/// Formats a path or an option as one word of a shell's command line.
 pub(crate) fn shell_word(path: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-@:".contains(c);
-    if path.chars().all(plain) {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-@:=".contains(c);
+    // zsh replaces a word that begins with an equals sign.
+    if path.chars().all(plain) && !path.starts_with('=') {
         path.to_owned()
     } else {
         shell_words::quote(&memtools::print::text::escape(path)).into_owned()

@@ -54,7 +54,7 @@ impl Culprit {
         };
         let memleak = |what| ToolSpec {
             tool: "memleak",
-            args: words(&["-k", what, "--mem-limit", "128M", &seconds, "1"]),
+            args: words(&[what, "--mem-limit", "128M", &seconds, "1"]),
             value: ("inuse_space", Unit::Bytes),
             target: ToolTarget::default(),
         };
@@ -79,8 +79,8 @@ impl Culprit {
                 value: ("faults", Unit::Count),
                 target: ToolTarget::default(),
             },
-            Self::KernelPages => memleak("--pages"),
-            Self::KernelSlabs => memleak("--slab"),
+            Self::KernelPages => memleak("-k=pages"),
+            Self::KernelSlabs => memleak("-k=slab"),
         }
     }
 }
@@ -287,11 +287,11 @@ mod tests {
         );
         assert_eq!(
             command(Culprit::KernelPages),
-            "memleak -k --pages --mem-limit 128M 2.5 1"
+            "memleak -k=pages --mem-limit 128M 2.5 1"
         );
         assert_eq!(
             command(Culprit::KernelSlabs),
-            "memleak -k --slab --mem-limit 128M 2.5 1"
+            "memleak -k=slab --mem-limit 128M 2.5 1"
         );
     }
 

@@ -130,7 +130,7 @@ impl UnwindTarget {
             pids.iter().for_each(|&pid| finders.look_at(pid));
         }
         let codes = Codes::start(parts.python_codes)?;
-        let python = PythonNames::new(codes, args.interpreters);
+        let python = PythonNames::new(codes, args.interpreters.interpreters);
         Ok(Some((finders, InterpreterNames { python, java })))
     }
 

@@ -7,7 +7,7 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 
 use crate::bpf::types::unwind_mode;
-use crate::interpreters::{InterpreterArgs, Interpreters, PythonLines};
+use crate::interpreters::{InterpreterArgs, Interpreters};
 use crate::parse;
 use crate::process::filter;
 
@@ -104,13 +104,13 @@ impl UncheckedUnwindArgs {
 
     /// Returns the skeleton's constant `interpreters`.
     pub fn interpreters(&self) -> u8 {
-        let wanted = self.interpreters.interpreters == Interpreters::Auto;
+        let wanted = self.interpreters.interpreters != Interpreters::Off;
         (wanted && self.mode != Mode::Fp).into()
     }
 
     /// Returns the skeleton's constant `python_lines`.
     pub fn python_lines(&self) -> u8 {
-        (self.interpreters.python_lines == PythonLines::Yes).into()
+        (self.interpreters.interpreters != Interpreters::Merged).into()
     }
 
     /// Returns the skeleton's constant `unwind_namespace`.

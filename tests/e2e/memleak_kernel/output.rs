@@ -42,7 +42,7 @@ fn combined_totals_equal_the_blocks() -> Result<()> {
 fn text_has_stacks_and_caches() -> Result<()> {
     let text = |args: &[&str]| -> Result<String> {
         let mut workload = Workload::start("kmem", &["messages", "13", "1009"])?;
-        let tool = attach(&workload, &[args, &["--slab", "-T", "3", "3600"]].concat())?;
+        let tool = attach(&workload, &[args, &["-k=slab", "-T", "3", "3600"]].concat())?;
         workload.work()?;
         Ok(tool.interrupt()?.stdout)
     };
@@ -88,7 +88,7 @@ fn text_has_stacks_and_caches() -> Result<()> {
 
 fn folded_stacks_begin_with_the_kernel() -> Result<()> {
     let mut workload = Workload::start("kmem", &["messages", "13", "1009"])?;
-    let tool = attach(&workload, &["-f", "--slab", "3600"])?;
+    let tool = attach(&workload, &["-f", "-k=slab", "3600"])?;
     workload.work()?;
     let ended = tool.interrupt()?;
     let message = |line: &str| line.contains(";load_msg;") && line.ends_with(" 26624");
@@ -126,7 +126,7 @@ fn blocks_that_do_not_fit_are_counted_lost() -> Result<()> {
 fn what_is_not_the_kernels_is_refused() -> Result<()> {
     for (args, message) in [
         (&["-k", "-c", "true"][..], "--command (-c) is for"),
-        (&["-p", "1", "--slab"], "add --kernel (-k)"),
+        (&["-p", "1", "--percpu"], "add --kernel (-k)"),
         (
             &["-k", "--cache", "nosuch"],
             "there is no slab cache nosuch; /proc/slabinfo",

@@ -23,7 +23,7 @@ const EVERY_PLAN: [&str; 13] = [
     "version",
 ];
 /// Options of the plans that trace processes.
-const PROCESSES: [&str; 16] = [
+const PROCESSES: [&str; 14] = [
     "command",
     "obj",
     "symbols_prefix",
@@ -35,8 +35,6 @@ const PROCESSES: [&str; 16] = [
     "debuginfod",
     "unwind",
     "interpreters",
-    "python_lines",
-    "native_frames",
     "java_names",
     "unwind_memory",
     "fail_on",
@@ -60,13 +58,11 @@ const REPORTS: [&str; 15] = [
     "serve_remote",
 ];
 /// Options of reports on processes.
-const PROCESS_REPORTS: [&str; 8] = [
+const PROCESS_REPORTS: [&str; 6] = [
     "children",
     "sample_bytes",
     "max_overhead",
     "mode",
-    "churn",
-    "peak",
     "trace",
     "python_objects",
 ];
@@ -80,10 +76,8 @@ const VERDICTS: [&str; 6] = [
     "pre_copy",
 ];
 /// Options of the trace of the kernel.
-const KERNEL: [&str; 8] = [
+const KERNEL: [&str; 6] = [
     "kernel",
-    "slab",
-    "pages",
     "percpu",
     "cache",
     "by_cache",

@@ -51,7 +51,7 @@ fn kind(args: &Args) -> Kind {
         || args.children;
     if args.verdict.verdict {
         Kind::Judged
-    } else if args.kernel.kernel || !are_processes_chosen {
+    } else if args.kernel.kernel.is_some() || !are_processes_chosen {
         Kind::Kernel
     } else {
         Kind::Processes
@@ -89,9 +89,7 @@ fn process_plan(args: Args) -> Result<ProcessPlan, UsageError> {
     let recording = recording(&args);
     let is_one_process = target.filter.pid.len() <= 1 && !can_be_joined(&target);
     if recording.mode == Mode::Peak && !(is_one_process && recording.is_complete()) {
-        return usage(
-            "--peak (--mode peak) requires one process, with all blocks: use -p or -c alone",
-        );
+        return usage("--mode peak requires one process, with all blocks: use -p or -c alone");
     }
     Ok(ProcessPlan {
         recording,
@@ -123,10 +121,14 @@ fn kernel_plan(args: Args) -> Result<KernelPlan, UsageError> {
              /proc/slabinfo"
         ));
     }
+    let kinds = args.kernel.kinds();
+    if args.kernel.cache.is_some() && (kinds.pages || kinds.percpu) {
+        return usage("--cache is for slab objects: leave pages and percpu out of --kernel (-k)");
+    }
     let recording = recording(&args);
     let target = target(&args);
     Ok(KernelPlan {
-        kinds: args.kernel.kinds(),
+        kinds,
         by_cache: args.kernel.by_cache,
         recording,
         memory: memory(&args),
@@ -166,13 +168,7 @@ fn functions(args: Args) -> FunctionSettings {
 
 fn recording(args: &Args) -> Recording {
     Recording {
-        mode: if args.churn {
-            Mode::Churn
-        } else if args.peak {
-            Mode::Peak
-        } else {
-            args.mode
-        },
+        mode: args.mode,
         min_size: args.min_size,
         max_size: args.max_size,
         sample_rate: args.sample_rate,
@@ -315,7 +311,7 @@ mod tests {
             ("memleak -O c", "--obj (-O) is for"),
             ("memleak -t", "--trace (-t) is for"),
             ("memleak -k --unwind fp", "--unwind is for"),
-            ("memleak -k --churn", "--churn is for"),
+            ("memleak -k --mode churn", "--mode is for"),
             (
                 "memleak -k --max-pause 20",
                 "--max-pause requires --verdict",
@@ -337,6 +333,10 @@ mod tests {
                 "memleak --cache 0123456789abcdef0123456789abcdef",
                 "1 to 31",
             ),
+            (
+                "memleak -k=pages --cache filp",
+                "--cache is for slab objects",
+            ),
             ("memleak --children 9", "--children requires -p or -c"),
         ] {
             let refusal = refusal(line);
@@ -346,7 +346,7 @@ mod tests {
 
     #[test]
     fn a_peak_is_of_all_blocks_of_one_process() {
-        let check = |options: &str| plan(&format!("memleak --peak {options}"));
+        let check = |options: &str| plan(&format!("memleak --mode peak {options}"));
         for right in ["-p 1", "-c true"] {
             let Ok(Plan::Processes(plan)) = check(right) else {
                 panic!("{right}");

@@ -72,7 +72,7 @@ pub(super) fn shmem(evidence: &Evidence<'_>) -> Judgement {
         );
     }
     let level = level_from_thresholds(evidence.share(bytes), 25.0, 50.0);
-    let next = Next::from("memleak -k --pages 10").with_culprit(Culprit::KernelPages);
+    let next = Next::from("memleak -k=pages 10").with_culprit(Culprit::KernelPages);
     (level, text, next)
 }
 

@@ -49,7 +49,7 @@ fn parts_of_memory() {
             "shmem",
             Level::Look,
             "256M, 25.0 % of memory",
-            "memleak -k --pages 10",
+            "memleak -k=pages 10",
         ),
         (
             "HugePages_Total: 128\nHugePages_Free: 120\nHugePages_Rsvd: 8\nHugepagesize: 2048 kB\n\
@@ -177,7 +177,7 @@ fn shared_memory_that_nobody_has() {
         "shmem",
         Level::Act,
         "fullest tmpfs: /run, 512M",
-        "memleak -k --pages 10",
+        "memleak -k=pages 10",
     );
     machine.around.nameless = Some(UnlinkedFile {
         file: "memfd:cache".into(),
@@ -188,7 +188,7 @@ fn shared_memory_that_nobody_has() {
         "shmem",
         Level::Act,
         "; largest file without a name: memfd:cache, 256M, open in pid 4242",
-        "memleak -k --pages 10",
+        "memleak -k=pages 10",
     );
 }
 
