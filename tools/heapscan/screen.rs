@@ -336,7 +336,7 @@ fn blocks(report: &Report, top: usize, out: &mut dyn Write) -> io::Result<()> {
         writeln!(
             out,
             "{:<TYPE$} {:>9} {:>10}  {:>33}",
-            text::count_with_noun(more as u64, "more type"),
+            rest(more),
             text::bytes(all.bytes.saturating_sub(bytes)),
             text::grouped(all.blocks - blocks),
             "[more: --types]"
@@ -391,9 +391,25 @@ fn cut(text: &str, width: usize) -> String {
     format!("{first}...{last}")
 }
 
+/// Names the row of the blocks without a row. Blocks that are unreachable in one copy only, and others that were not
+/// judged, are in the sums, but of no type.
+fn rest(more_types: usize) -> String {
+    match more_types {
+        0 => "other blocks".to_owned(),
+        more => text::count_with_noun(more as u64, "more type"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn blocks_of_no_type_have_a_row() {
+        assert_eq!(rest(0), "other blocks");
+        assert_eq!(rest(1), "1 more type");
+        assert_eq!(rest(20), "20 more types");
+    }
 
     #[test]
     fn a_path_fits_its_width_and_keeps_its_root() {
