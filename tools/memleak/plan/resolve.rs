@@ -344,6 +344,42 @@ mod tests {
         }
     }
 
+    /// Lines of BCC's memleak, then of libbpf-tools', which mean the same here.
+    #[test]
+    fn the_lines_of_bcc_are_plans() {
+        for line in [
+            "memleak -p 1 -t",
+            "memleak -ap 1 10",
+            "memleak -c ./allocs",
+            "memleak -o 60000",
+            "memleak --older 60000 -p 1",
+            "memleak -s 5",
+            "memleak --sample-rate 5 -p 1",
+            "memleak --sort count",
+            "memleak --combined-only -p 1",
+            "memleak --wa-missing-free",
+            "memleak -T 5",
+            "memleak --top 5 -p 1",
+            "memleak -z 16 -Z 32",
+            "memleak --min-size 16 --max-size 32 -p 1",
+            "memleak -p 1 -O c",
+            "memleak -p 1 --obj c",
+            "memleak --percpu",
+            "memleak -p 1 --symbols-prefix je_",
+            "memleak 10 3",
+            "memleak -C",
+            "memleak -F",
+            "memleak -P",
+            "memleak -p 1 -S je_",
+            "memleak -v",
+            "memleak --stack-storage-size 10240 --perf-max-stack-depth 127",
+        ] {
+            if let Err(error) = plan(line) {
+                panic!("{line}: {error}");
+            }
+        }
+    }
+
     #[test]
     fn a_peak_is_of_all_blocks_of_one_process() {
         let check = |options: &str| plan(&format!("memleak --mode peak {options}"));
