@@ -151,6 +151,8 @@ install: build
 		MEMTOOLS_COMPLETE=fish $$program >$(FISH)/$$as.fish || exit 1; \
 	done
 	install -m 644 README.md LICENSE tools/*_example.txt $(SHARE)/doc/bpf-memtools/
+	install -D -m 644 -t $(SHARE)/doc/bpf-memtools/prometheus packaging/prometheus/memtools.rules.yml
+	install -D -m 644 -t $(SHARE)/doc/bpf-memtools/grafana packaging/grafana/memtools.json
 
 uninstall:
 	for tool in $(TOOLS); do \

@@ -88,6 +88,12 @@ impl Made {
         for folder in ["scripts", "tools"] {
             fs::create_dir(made.path(folder)).expect("a folder");
         }
+        for file in ["prometheus/memtools.rules.yml", "grafana/memtools.json"] {
+            let file = format!("packaging/{file}");
+            let copy = made.path(&file);
+            fs::create_dir_all(copy.parent().expect("a folder")).expect("a folder");
+            fs::copy(format!("{ROOT}/{file}"), copy).expect("a copy");
+        }
         for tool in bins(Path::new(ROOT)) {
             for file in [
                 format!("tools/{tool}.8"),
@@ -266,8 +272,8 @@ fn make_uninstalls_all_that_it_has_installed() {
     let with = |target| made.make(&[target, &destination, "PREFIX=/usr", "SUFFIX=-mt"]);
     with("install");
     let tools = bins(Path::new(ROOT)).len();
-    // Each tool has its program, a man page, three completions and an example. Two files are installed beside these.
-    assert_eq!(files_below(&root).len(), 1 + tools * 6 + 2);
+    // Each tool has its program, a man page, three completions and an example. Four files are installed beside these.
+    assert_eq!(files_below(&root).len(), 1 + tools * 6 + 4);
     with("uninstall");
     assert_eq!(files_below(&root), [others]);
 }

@@ -14,7 +14,7 @@ use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::software_event;
 use memtools::export::format::{self, FileFormat};
-use memtools::export::metrics::{Family, Kind, Metrics};
+use memtools::export::metrics::{Family, Kind};
 use memtools::export::profile::ValueType;
 use memtools::host::page_size;
 use memtools::parse::UsageError;
@@ -24,7 +24,6 @@ use memtools::process::container::{self, CgroupInfo, ContainerArgs};
 use memtools::process::filter::{Filter, TaskKind};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::count_stacks::{ProcessSum, StackCountArgs, StackCounts, StackReport, Weight};
-use memtools::run::losses;
 use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
 use serde::Serialize;
@@ -111,13 +110,13 @@ struct Args {
 static FAULTS: Family = Family {
     name: "memtools_page_faults_total",
     help: "Page faults of the selected kinds, by task.",
-    labels: &["comm"],
+    labels: &["comm", "unit", "container"],
     kind: Kind::Count,
 };
 static BYTES: Family = Family {
     name: "memtools_page_faults_bytes_total",
     help: "Bytes of the pages of page faults of the selected kinds, by task.",
-    labels: &["comm"],
+    labels: &["comm", "unit", "container"],
     kind: Kind::Count,
 };
 
@@ -133,10 +132,10 @@ fn run(args: Args) -> Result<ExitCode> {
         .stacks
         .profile
         .prepare(&args.common.export, args.target.to_string())?;
-    let mut metrics = args
+    let metrics = args
         .common
         .export
-        .metrics(&[args.family()], &args.target.to_string())?;
+        .metrics(&[&FAULTS, &BYTES], &args.target.to_string())?;
     let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     target::warn_if_interval_is_pid(args.stacks.interval(), &args.target.filter.pid);
@@ -165,10 +164,12 @@ fn run(args: Args) -> Result<ExitCode> {
             ValueType::count("faults", "faults"),
             Some(ValueType::bytes("space")),
         ),
+        families: [&FAULTS, &BYTES],
         args: &args.stacks,
     };
     let filter = target.filter();
-    StackCounts::new(maps, filter, symbolizer, unwinder, exports, &args.stacks)?.run(
+    let files = (exports, metrics);
+    StackCounts::new(maps, filter, symbolizer, unwinder, files, &args.stacks)?.run(
         (poller, output),
         &args.common,
         &report,
@@ -176,31 +177,23 @@ fn run(args: Args) -> Result<ExitCode> {
         |counts, output| {
             if args.by_process {
                 let container = args.containers.container;
-                print_processes(output, counts, &report, container, &mut metrics)?;
-                losses::write_metrics(skel.object(), filter, &mut metrics)
+                print_processes(output, counts, &report, container)
             } else {
                 counts.report(output, &report)
             }
         },
     )?;
-    losses::finish_metrics(skel.object(), filter, metrics)?;
     target.finish()
 }
 
 impl Args {
     /// Refuses files that the mode does not write.
     fn check(&self) -> Result<(), UsageError> {
-        let (mode, formats): (_, &[FileFormat]) = if self.by_process {
-            ("with --by-process", &FileFormat::OF_SUMS)
-        } else {
-            ("without --by-process", &FileFormat::OF_STACKS)
-        };
-        self.common.export.expect(mode, formats)
-    }
-
-    /// Returns the metric family that --export writes.
-    fn family(&self) -> &'static Family {
-        if self.bytes { &BYTES } else { &FAULTS }
+        if self.by_process {
+            let export = &self.common.export;
+            export.expect("with --by-process", &FileFormat::OF_SUMS)?;
+        }
+        Ok(())
     }
 
     /// Returns the software event to count: major faults, minor faults or all.
@@ -240,7 +233,7 @@ impl Args {
 fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     let stacks = args.stacks.stack_capacity().if_wanted(!args.by_process);
     let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
-    let wanted = args.containers.wanted(args.common.json);
+    let wanted = args.containers.wanted(args.common.wants_cgroups());
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_cgroups = with_cgroups;
@@ -258,7 +251,6 @@ fn print_processes<M: MapCore>(
     counts: &mut StackCounts<'_, M>,
     report: &StackReport<'_>,
     container: bool,
-    metrics: &mut Metrics,
 ) -> Result<()> {
     let time = clock::now();
     if report.args.timestamp {
@@ -280,11 +272,10 @@ fn print_processes<M: MapCore>(
         sum,
     } in counts.processes(report)
     {
-        let (faults, bytes, family) = match report.weight {
-            Weight::Events => (Some(sum), None, &FAULTS),
-            Weight::Bytes => (None, Some(sum), &BYTES),
+        let (faults, bytes) = match report.weight {
+            Weight::Events => (Some(sum), None),
+            Weight::Bytes => (None, Some(sum)),
         };
-        metrics.add(family, &[&comm], sum);
         output.row(&ProcessFaults {
             time: &time,
             pid,

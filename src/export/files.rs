@@ -104,6 +104,11 @@ impl ExportArgs {
         self.export.iter().any(|file| file.format.is_profile())
     }
 
+    /// Whether a file of metrics is written.
+    pub fn has_metrics(&self) -> bool {
+        self.of(FileFormat::Prometheus).next().is_some()
+    }
+
     /// Checks that a mode can write the files. `mode` is the option that selects the mode, such as `with --events`.
     ///
     /// # Errors

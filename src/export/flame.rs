@@ -1,11 +1,12 @@
 //! Flame graphs: each is one SVG that any browser shows, zooms and searches, without a network.
 
-use std::io::Write;
+use std::io::{self, Write};
 use std::iter;
 
 use anyhow::{Context, Result};
 use inferno::flamegraph::color::{BasicPalette, Color, Palette, PaletteMap};
 use inferno::flamegraph::{self, Options, TextTruncateDirection};
+use memchr::memmem;
 
 use crate::export::folded::{self, Folded};
 use crate::export::profile::Profile;
@@ -125,6 +126,15 @@ impl Graph {
         })
     }
 
+    /// Returns an upper bound of the picture's height in pixels.
+    pub(crate) fn height(&self) -> usize {
+        /// Lines above and below the frames, and the frame that all stacks share.
+        const REST: usize = 8;
+        const FRAME: usize = 16;
+        let depths = self.lines.iter().map(|line| line.matches(';').count() + 1);
+        (depths.max().unwrap_or(0) + REST) * FRAME
+    }
+
     /// Draws the graph as an SVG.
     ///
     /// # Errors
@@ -146,8 +156,17 @@ impl Graph {
         options.subtitle = Some(self.subtitle.clone());
         options.count_name = self.counted.to_owned();
         options.text_truncate_direction = TextTruncateDirection::Right;
-        flamegraph::from_lines(&mut options, self.lines.iter().map(String::as_str), out)
-            .context("failed to write the flame graph")
+        let mut out = WithStyle {
+            out,
+            style: fitting(&self.title, &self.subtitle),
+            head: Some(Vec::new()),
+        };
+        flamegraph::from_lines(
+            &mut options,
+            self.lines.iter().map(String::as_str),
+            &mut out,
+        )
+        .context("failed to write the flame graph")
     }
 
     /// Draws the title and the subtitle alone, as a flame graph needs at least one stack.
@@ -185,11 +204,53 @@ fn subtitle(profile: &Profile) -> String {
         text::grouped(profile.total(profile.main_value)),
         counted(profile),
     );
-    for remark in &profile.remarks {
+    for remark in profile.incomplete().iter().chain(&profile.remarks) {
         line += "; ";
         line += remark;
     }
     line
+}
+
+/// Writer that adds rules to the end of the style sheet of a flame graph.
+struct WithStyle<'a> {
+    out: &'a mut dyn Write,
+    style: String,
+    /// Text up to the end of the style sheet. None after it.
+    head: Option<Vec<u8>>,
+}
+
+impl WithStyle<'_> {
+    const END: &'static [u8] = b"</style>";
+}
+
+impl Write for WithStyle<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let Some(head) = &mut self.head else {
+            return self.out.write(bytes);
+        };
+        head.extend(bytes);
+        if let Some(at) = memmem::find(head, Self::END) {
+            self.out.write_all(&head[..at])?;
+            self.out.write_all(self.style.as_bytes())?;
+            self.out.write_all(&head[at..])?;
+            self.head = None;
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+/// Returns rules by which the lines above the graph are as wide as the window at most. A character of a monospace font
+/// is 0.6 times as wide as its font's size.
+fn fitting(title: &str, subtitle: &str) -> String {
+    let rule = |id: &str, text: &str, pixels: u32| {
+        let ems = 0.6 * (text.chars().count() + 2) as f64;
+        format!("#{id} {{ font-size:min({pixels}px, calc(100vw / {ems:.1})); }}\n")
+    };
+    rule("title", title, 17) + &rule("subtitle", subtitle, 12)
 }
 
 /// Chooses colours for the frames that are not the program's own code, under the names that
@@ -310,7 +371,15 @@ mod tests {
             assert_eq!(color(&image, missing), "rgb(170,170,170)");
         }
         assert!(image.contains("brkstack: calls of brk(2) of command ./a &lt;b&gt; &amp; "));
-        assert!(image.contains("12:55:15, 35 calls; estimated"));
+        let (title, rest) = ("12:55:15, 35 calls", "2 of 3 stacks incomplete (34.3 %)");
+        assert!(image.contains(&format!("{title}; {rest}; estimated")));
+        // Characters of both lines, and a margin.
+        let (sizes, _) = image.split_once("</style>").expect("a style sheet");
+        assert!(
+            sizes.contains("#title { font-size:min(17px, calc(100vw / "),
+            "{sizes}"
+        );
+        assert!(sizes.trim_end().ends_with("); }"), "{sizes}");
         assert!(!image.contains('\u{ffff}'));
     }
 
@@ -318,6 +387,27 @@ mod tests {
     fn the_same_stacks_are_drawn_in_the_same_colours() {
         let profile = profile(vec![sample(part(&["a", "b"], false, None), None, [1, 1])]);
         assert_eq!(draw(&profile), draw(&profile));
+    }
+
+    #[test]
+    fn the_height_is_known_before_it_is_drawn() {
+        for depth in [1, 7, 101] {
+            let profile = profile(vec![sample(
+                part(&vec!["a"; depth], false, None),
+                None,
+                [1, 1],
+            )]);
+            let graph = Graph::of(&profile);
+            let image = draw(&profile);
+            let drawn = image.split(" height=\"").nth(1).expect("a height");
+            let drawn: usize = drawn
+                .split('"')
+                .next()
+                .expect("an end")
+                .parse()
+                .expect("a number");
+            assert!((drawn..drawn + 64).contains(&graph.height()), "{drawn}");
+        }
     }
 
     #[test]

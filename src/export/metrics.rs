@@ -18,8 +18,10 @@ use crate::print::message;
 /// Limit on the series of one family, without those of `other`: Prometheus keeps each series for weeks. A name that
 /// comes when the limit is reached is counted as `other` from then on.
 const MAX_SERIES: usize = 100;
-/// Value of the first label for everything beyond [`MAX_SERIES`].
+/// Value of the labels [`ARBITRARY`] for everything beyond [`MAX_SERIES`].
 const OTHER: &str = "other";
+/// Labels whose number of values has no limit.
+const ARBITRARY: [&str; 4] = ["comm", "file", "unit", "container"];
 /// Minimum time between two writes of the file.
 const PAUSE: Duration = Duration::from_millis(500);
 /// Interval at which a tool without reports at intervals checks for something to write.
@@ -35,7 +37,7 @@ pub struct Family {
     pub name: &'static str,
     /// Help text of one line.
     pub help: &'static str,
-    /// Names of the labels. A label with arbitrary values, such as names of tasks, comes first.
+    /// Names of the labels. Labels of arbitrary values are limited to `comm`, `file`, `unit` and `container`.
     pub labels: &'static [&'static str],
     /// Kind of the numbers.
     pub kind: Kind,
@@ -46,6 +48,8 @@ pub struct Family {
 pub enum Kind {
     /// Number of events, pages or bytes.
     Count,
+    /// Current number, which can fall.
+    Gauge,
     /// Sum of nanoseconds, which is written as seconds.
     Seconds,
     /// Nanoseconds of each event, as a histogram of seconds.
@@ -118,16 +122,18 @@ impl FamilySeries {
         let mut new: Vec<_> = self.pending.drain().collect();
         new.sort_by(|(a, of_a), (b, of_b)| (Reverse(of_a.sum), a).cmp(&(Reverse(of_b.sum), b)));
         for (mut key, amount) in new {
-            if self.series.len() >= MAX_SERIES
-                && let Some(first) = key.first_mut()
-            {
-                OTHER.clone_into(first);
+            if self.series.len() >= MAX_SERIES {
+                let labels = self.family.labels.iter().zip(&mut key);
+                for (_, value) in labels.filter(|(label, _)| ARBITRARY.contains(label)) {
+                    OTHER.clone_into(value);
+                }
             }
             self.series.entry(key).or_default().add(&amount);
         }
     }
 
-    /// Writes the family. Each series has the labels of `run`, too.
+    /// Writes the family. Each series has the labels of `run`, too. A label without a value is omitted, which is the
+    /// same for Prometheus.
     fn write(&self, run: &[String], out: &mut dyn Write) -> io::Result<()> {
         let Family {
             name,
@@ -135,14 +141,15 @@ impl FamilySeries {
             labels,
             kind,
         } = self.family;
-        let is = if *kind == Kind::Durations {
-            "histogram"
-        } else {
-            "counter"
+        let is = match kind {
+            Kind::Durations => "histogram",
+            Kind::Gauge => "gauge",
+            Kind::Count | Kind::Seconds => "counter",
         };
         writeln!(out, "# HELP {name} {help}\n# TYPE {name} {is}")?;
         for (values, amount) in &self.series {
             let labels = labels.iter().zip(values);
+            let labels = labels.filter(|(_, value)| !value.is_empty());
             let labels = labels.map(|(label, value)| pair(label, value));
             let labels: Vec<String> = labels.chain(run.iter().cloned()).collect();
             if *kind == Kind::Durations {
@@ -250,6 +257,12 @@ impl Metrics {
         }
     }
 
+    /// Forgets the current numbers of a family, before those of a new report are added. Series stay, with the number 0.
+    pub fn reset(&mut self, family: &'static Family) {
+        let series = self.of(family).series.values_mut();
+        series.for_each(|amount| amount.sum = 0);
+    }
+
     /// Replaces a sum that the BPF program adds up itself.
     pub fn set(&mut self, family: &'static Family, labels: &[&str], sum: u64) {
         if self.is_enabled() {
@@ -287,7 +300,7 @@ impl Metrics {
 
     /// Writes the file, unless it was written within the last half second. After a failure the trace goes on. The
     /// reason is printed at once and returned by [`Metrics::finish`].
-    pub(crate) fn write_if_due(&mut self) {
+    pub fn write_if_due(&mut self) {
         if self
             .written
             .is_none_or(|written| written.elapsed() >= PAUSE)
@@ -422,6 +435,57 @@ mod tests {
         )));
         let other = sums.iter().find(|(name, _)| name.contains("\"other\""));
         assert!(other.is_some_and(|(_, sum)| *sum > 1_000_000), "{other:?}");
+    }
+
+    #[test]
+    fn every_label_of_arbitrary_values_is_bounded() {
+        static TASKS: Family = Family {
+            name: "x_tasks_total",
+            help: "Tasks.",
+            labels: &["comm", "unit", "container", "kind"],
+            kind: Kind::Count,
+        };
+        let text = in_file(|metrics| {
+            for number in 0..1009 {
+                let (unit, container) = (format!("{number}.service"), format!("{number:064x}"));
+                metrics.add(&TASKS, &["a", &unit, &container, "k"], 1);
+                metrics.add(&TASKS, &["a", "", "", "k"], 1);
+            }
+        });
+        let lines: Vec<&str> = text
+            .lines()
+            .filter(|line| line.starts_with("x_tasks_total"))
+            .collect();
+        assert_eq!(lines.len(), MAX_SERIES + 1);
+        let (own, other) = (
+            "x_tasks_total{comm=\"a\",kind=\"k\",target=\"pid 7\"} 1009",
+            "x_tasks_total{comm=\"other\",unit=\"other\",container=\"other\",kind=\"k\",target=\"pid 7\"} 910",
+        );
+        assert!(lines.contains(&own) && lines.contains(&other), "{lines:?}");
+    }
+
+    #[test]
+    fn a_gauge_falls() {
+        static LIVE: Family = Family {
+            name: "x_live_bytes",
+            help: "Live.",
+            labels: &["comm"],
+            kind: Kind::Gauge,
+        };
+        let text = in_file(|metrics| {
+            metrics.add(&LIVE, &["a"], 7);
+            metrics.add(&LIVE, &["b"], 7);
+            metrics.write();
+            metrics.reset(&LIVE);
+            metrics.add(&LIVE, &["a"], 5);
+        });
+        for line in [
+            "# TYPE x_live_bytes gauge",
+            "x_live_bytes{comm=\"a\",target=\"pid 7\"} 5",
+            "x_live_bytes{comm=\"b\",target=\"pid 7\"} 0",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use jiff::Zoned;
 
+use crate::print::text;
 use crate::stacks::named::{NamedStack, Part};
 
 /// Kind and unit of the numbers of stacks, by the names that pprof's format gives to both.
@@ -78,6 +79,33 @@ impl Profile {
     /// Describes the numbers and the target, such as `outstanding allocations of pid 1234 (demo)`.
     pub(crate) fn contents(&self) -> String {
         format!("{} of {}", self.subject, self.target)
+    }
+
+    /// Returns how many stacks lack frames, and the share of these stacks in the main value. Returns None if all are
+    /// complete.
+    pub(crate) fn incomplete(&self) -> Option<String> {
+        let main = |sample: &Sample| sample.values.get(self.main_value).copied().unwrap_or(0);
+        let lacks = |sample: &&Sample| {
+            let parts = [&sample.stack.user, &sample.stack.kernel];
+            main(sample) > 0
+                && parts
+                    .into_iter()
+                    .flatten()
+                    .any(|part| part.missing().is_some())
+        };
+        let of_weight = self
+            .samples
+            .iter()
+            .filter(|sample| main(sample) > 0)
+            .count();
+        let (mut stacks, mut weight) = (0, 0);
+        for sample in self.samples.iter().filter(lacks) {
+            stacks += 1;
+            weight += main(sample);
+        }
+        let percent = weight as f64 / self.total(self.main_value).max(1) as f64 * 100.0;
+        let [stacks_text, all] = [stacks, of_weight as u64].map(text::grouped);
+        (stacks > 0).then(|| format!("{stacks_text} of {all} stacks incomplete ({percent:.1} %)"))
     }
 
     /// Returns the sum of one value over all stacks.

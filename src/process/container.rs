@@ -26,9 +26,10 @@ pub struct ContainerArgs {
 }
 
 impl ContainerArgs {
-    /// Returns whether the BPF side has to report cgroups: for the column, or for JSON, which always has them.
-    pub fn wanted(&self, json: bool) -> bool {
-        self.container || json
+    /// Returns whether the BPF side has to report cgroups: for the column, or for `always`, such as JSON and metrics,
+    /// which always have them.
+    pub fn wanted(&self, always: bool) -> bool {
+        self.container || always
     }
 }
 
@@ -114,6 +115,13 @@ impl CgroupInfo {
             folder => folder.strip_suffix(".service").unwrap_or(folder).to_owned(),
         }
     }
+}
+
+/// Returns the values of the labels `unit` and `container` of metrics, which are empty outside units and containers.
+pub fn labels(cgroup_info: Option<&CgroupInfo>) -> [&str; 2] {
+    let unit = cgroup_info.and_then(CgroupInfo::unit);
+    let container = cgroup_info.and_then(|info| info.container_id.as_deref());
+    [unit.unwrap_or_default(), container.unwrap_or_default()]
 }
 
 /// Returns the id of the innermost container whose cgroup is on this path.

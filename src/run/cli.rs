@@ -239,6 +239,11 @@ impl CommonArgs {
         }
     }
 
+    /// Whether the cgroups of tasks are needed, as in JSON and in labels of metrics.
+    pub fn wants_cgroups(&self) -> bool {
+        self.json || self.export.has_metrics()
+    }
+
     /// Whether the output goes to a terminal.
     pub fn is_terminal(&self) -> bool {
         self.output.is_none() && io::stdout().is_terminal()

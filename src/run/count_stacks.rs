@@ -19,13 +19,14 @@ use crate::bpf::ring::Events;
 use crate::bpf::{attach, types};
 use crate::export::files::Exports;
 use crate::export::folded::Folded;
+use crate::export::metrics::{Family, Metrics};
 use crate::export::profile::ValueType;
 use crate::export::text::{BlockStyle, block};
 use crate::print::clock::{self, Clock};
 use crate::print::output::{Format, Output};
 use crate::print::text;
 use crate::print::timeline::{self, Unit};
-use crate::process::container::{CgroupInfo, CgroupResolver};
+use crate::process::container::{self, CgroupInfo, CgroupResolver};
 use crate::process::filter::Filter;
 use crate::run::cli::CommonArgs;
 use crate::run::losses::Losses;
@@ -53,6 +54,8 @@ pub struct StackReport<'a> {
     pub subject: &'static str,
     /// Names and units of the events, and of their bytes where these are known.
     pub values: (ValueType, Option<ValueType>),
+    /// Metrics of the events, and of their bytes where these are known.
+    pub families: [&'static Family; 2],
     /// The rest of the options.
     pub args: &'a StackCountArgs,
 }
@@ -120,13 +123,14 @@ pub struct StackCounts<'map, M> {
     /// The unwinder, if there are user stacks.
     unwinder: Option<Unwinder>,
     exports: Exports,
+    metrics: Metrics,
     sums: Sums,
     places: Hash128Builder,
     /// Maximum number of stacks in the sums.
     max_stacks: u32,
     /// Events whose stacks were omitted, as the sums were full.
     without_stack: u64,
-    /// Counts of each process since the last report, if there is a timeline.
+    /// Counts of each process since the last report, if there are a timeline or metrics.
     processes: Option<HashMap<(u32, String), Count>>,
     /// When the counts were collected last.
     collected: Instant,
@@ -192,7 +196,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         filter: &'map Filter,
         mut symbolizer: Symbolizer,
         unwinder: Option<Unwinder>,
-        exports: Exports,
+        (exports, metrics): (Exports, Metrics),
         args: &StackCountArgs,
     ) -> Result<Self> {
         symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
@@ -217,6 +221,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             symbolizer,
             unwinder,
             exports,
+            metrics,
             sums: Sums::default(),
             places: Hash128Builder::default(),
             max_stacks,
@@ -248,7 +253,8 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         poller.watch_mappings(&mappings);
         poller.watch(&requests);
         self.symbolizer.code.read_running_processes();
-        self.processes = output.has_timeline().then(HashMap::new);
+        let by_process = output.has_timeline() || self.metrics.is_enabled();
+        self.processes = by_process.then(HashMap::new);
         self.exports.begin();
         let deadline = common.deadline();
         // Many events may have been counted since the probes went live.
@@ -271,7 +277,9 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 Due::Report => {
                     self.collect(report, true)?;
                     print(&mut self, &mut output)?;
-                    self.write_timeline_counts(report, &mut output);
+                    self.write_process_counts(report, &mut output);
+                    self.losses()?.measure(&mut self.metrics);
+                    self.metrics.write_if_due();
                     self.stacks.forget_read();
                     self.symbolizer.code.forget_exited();
                 }
@@ -281,12 +289,14 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         attach::detach(links);
         self.collect(report, false)?;
         print(&mut self, &mut output)?;
-        self.write_timeline_counts(report, &mut output);
+        self.write_process_counts(report, &mut output);
+        self.losses()?.measure(&mut self.metrics);
         self.report_losses(&mut output)?;
         if let Some(unwinder) = self.unwinder {
             unwinder.report(&mut output)?;
         }
         self.exports.finish()?;
+        self.metrics.finish()?;
         output.finish()
     }
 
@@ -335,6 +345,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 let sum = processes.entry((key.pid, key.comm.clone())).or_default();
                 sum.events += count.events;
                 sum.bytes += count.bytes;
+                sum.cgroup = count.cgroup;
             }
             if !by_line || self.exports.is_enabled() {
                 let whole = self.add(&key, count)?;
@@ -356,10 +367,18 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         Ok(())
     }
 
-    /// Adds what processes did since the last report to the timeline, if there is one.
-    fn write_timeline_counts(&mut self, report: &StackReport<'_>, output: &mut Output) {
+    /// Adds what processes did since the last report to the timeline and to the metrics, if there are any.
+    fn write_process_counts(&mut self, report: &StackReport<'_>, output: &mut Output) {
         let time = Clock::new().local(clock::monotonic_ns());
+        let [events, bytes] = report.families;
         for ((pid, comm), sum) in self.processes.iter_mut().flat_map(HashMap::drain) {
+            let cgroup_info = self.cgroup_resolver.of(sum.cgroup);
+            let [unit, container] = container::labels(Some(&cgroup_info));
+            let labels = [&*comm, unit, container];
+            self.metrics.add(events, &labels, sum.events);
+            if report.values.1.is_some() {
+                self.metrics.add(bytes, &labels, sum.bytes);
+            }
             let mut count = timeline::Count {
                 name: report.subject.into(),
                 unit: Unit::Count,

@@ -165,7 +165,8 @@ impl Losses {
         [("deep_stacks", self.deep_stacks), ("runs", self.runs)]
     }
 
-    fn measure(self, metrics: &mut Metrics) {
+    /// Sets the counters of losses in the metrics.
+    pub fn measure(self, metrics: &mut Metrics) {
         for (what, count) in self.by_reason() {
             metrics.set_lost(what, count);
         }

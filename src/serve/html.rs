@@ -17,7 +17,7 @@ const STYLE: &str = "\
 body { font: 14px/1.4 system-ui, sans-serif; margin: 1rem auto; max-width: 76rem; padding: 0 1rem }
 h1 { font-size: 1.2rem; margin-bottom: 0 }
 h2 { font-size: 1rem; margin-top: 2rem }
-iframe { border: 1px solid #8888; height: 26rem; resize: vertical; width: 100% }
+iframe { border: 1px solid #8888; resize: vertical; width: 100% }
 table { border-collapse: collapse; width: 100% }
 th, td { border-bottom: 1px solid #8884; padding: .2rem .6rem .2rem 0; text-align: left; vertical-align: top }
 th.n, td.n { font-variant-numeric: tabular-nums; text-align: right; white-space: nowrap }
@@ -27,7 +27,9 @@ ol { margin: .3rem 0 .5rem; padding-left: 2rem }
 svg { color: #2a7; display: block }
 @media (max-width: 40rem) {
   body { font-size: 12px; margin: .5rem auto; padding: 0 .5rem }
-  th, td { padding-right: .4rem }
+  tr { border-bottom: 1px solid #8884; display: block; padding: .3rem 0 }
+  th, td { border: 0; display: inline-block; padding: 0 .8rem 0 0 }
+  td.s { display: block }
   .t { display: none }
 }
 ";
@@ -42,7 +44,11 @@ pub(super) fn page(page: &Page) -> String {
         escape(&page.title),
         escape(&page.facts.join("; ")),
     );
-    html += "<iframe src=\"flame.svg\" sandbox=\"allow-scripts\" title=\"flame graph\"></iframe>\n";
+    let _ = writeln!(
+        html,
+        "<iframe src=\"flame.svg\" sandbox=\"allow-scripts\" title=\"flame graph\" height=\"{}\"></iframe>",
+        page.flame_height
+    );
     table(&mut html, "Largest", page, &page.largest, "nothing");
     table(
         &mut html,
@@ -188,6 +194,7 @@ mod tests {
             columns: vec!["allocations", "bytes"],
             largest: vec![row(&[])],
             growing: vec![row(&[])],
+            flame_height: 7,
         });
         assert!(!page.contains("<script"), "{page}");
         assert!(!page.contains("alert('"), "{page}");

@@ -56,6 +56,8 @@ pub(super) struct Page {
     pub(super) columns: Vec<&'static str>,
     pub(super) largest: Vec<Row>,
     pub(super) growing: Vec<Row>,
+    /// Height of the flame graph, in pixels.
+    pub(super) flame_height: usize,
 }
 
 /// A stack on the page.
@@ -79,11 +81,15 @@ impl ServedReport {
         families: Vec<Family>,
         lost: Option<String>,
     ) -> Self {
-        let page = Page::of(profile, keys, trends, lost);
+        let graph = Graph::of(profile);
+        let page = Page {
+            flame_height: graph.height(),
+            ..Page::of(profile, keys, trends, lost)
+        };
         Self {
             content: Some(Content {
                 encoded: Encoded::of(profile),
-                graph: Graph::of(profile),
+                graph,
                 families,
                 page,
             }),
@@ -123,7 +129,8 @@ impl Page {
             text::count_with_noun(profile.samples.len() as u64, "stack"),
         ];
         facts.extend(profile.remarks.iter().cloned());
-        facts.extend(lost);
+        facts.extend(profile.incomplete());
+        facts.push(lost.unwrap_or_else(|| "nothing lost".to_owned()));
 
         let now = Instant::now();
         let has = |sample: &Sample| sample.values.get(*main_value).copied().unwrap_or_default();
@@ -153,6 +160,7 @@ impl Page {
             columns: values.iter().map(|value| value.count_name).collect(),
             largest,
             growing,
+            flame_height: 0,
         }
     }
 }

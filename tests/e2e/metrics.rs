@@ -1,17 +1,20 @@
 //! `--export FILE.prom`: the file, compared with the rows of the same run, and as Prometheus' own client reads it.
 
+mod dashboard;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use serde_json::Value;
 
-use crate::harness::{self, Tool, ToolOutput, Workload, eventually, workload};
+use self::dashboard::the_dashboard_shows_what_tools_write;
+use crate::harness::{self, Cgroup, Tool, ToolOutput, Workload, eventually, workload};
 use crate::oomkill;
 use crate::pressure::{Group, Swap};
 
@@ -20,12 +23,14 @@ pub(crate) fn tests() -> Vec<Trial> {
         page_faults_by_task,
         page_faults_by_file,
         madvise_by_task,
+        calls_and_heaps_of_a_container,
         reclaim_and_kills_in_a_cgroup,
         swapped_pages_by_task [Kprobes, Guest],
         names_of_others_are_labels [Host],
         the_file_grows_while_it_traces,
         what_cannot_be_written_is_told [Once],
         alerts_fire_as_their_tests_say [Host, Once],
+        the_dashboard_shows_what_tools_write [Host, Once],
     }
 }
 
@@ -201,6 +206,129 @@ fn madvise_by_task() -> Result<()> {
         "{calls:?}"
     );
     Ok(())
+}
+
+/// A workload in the cgroup of a container, and the tool that traces it.
+struct Traced {
+    tool: &'static str,
+    options: &'static [&'static str],
+    ready: &'static str,
+    workload: &'static [&'static str],
+    /// Family of the file, and its sum.
+    expected: &'static [(&'static str, u64)],
+}
+
+const TRACED: [Traced; 6] = [
+    Traced {
+        tool: "shmsnoop",
+        options: &[],
+        ready: "tracing shmget(2)",
+        workload: &["shm", "101"],
+        // Five calls in each round, and those of the workload's beginning and end.
+        expected: &[("memtools_shared_memory_calls_total", 101 * 5 + 15)],
+    },
+    Traced {
+        tool: "mmapsnoop",
+        options: &[],
+        ready: "tracing mmap(2)",
+        workload: &["mmap", "anon", "7"],
+        // The calls map one page, two pages, and so on.
+        expected: &[
+            ("memtools_mapping_calls_total", 7),
+            ("memtools_mapped_bytes_total", 28 * 4096),
+        ],
+    },
+    Traced {
+        tool: "brkstack",
+        options: &["--growth"],
+        ready: "tracing brk(2)",
+        workload: &["brk", "101", "53", "11"],
+        expected: &[
+            ("memtools_brk_calls_total", 101),
+            ("memtools_brk_growth_bytes_total", 101 * 4096),
+        ],
+    },
+    Traced {
+        tool: "brkstack",
+        options: &["--events"],
+        ready: "tracing brk(2)",
+        workload: &["brk", "101", "53", "11"],
+        expected: &[
+            ("memtools_brk_calls_total", 165),
+            ("memtools_brk_growth_bytes_total", 101 * 4096),
+        ],
+    },
+    Traced {
+        tool: "faults",
+        options: &["--user-mode"],
+        ready: "tracing page faults",
+        workload: &["minor", "1009"],
+        expected: &[],
+    },
+    Traced {
+        tool: "memleak",
+        options: &["-o", "0"],
+        ready: "probes in",
+        workload: &["alloc", "one", "malloc", "101", "1009"],
+        expected: &[
+            ("memtools_memleak_outstanding_bytes", 101 * 1009),
+            ("memtools_memleak_outstanding_allocations", 101),
+        ],
+    },
+];
+
+/// The scope of a container is also a unit. No row in text has the column CONTAINER, which was not requested.
+fn calls_and_heaps_of_a_container() -> Result<()> {
+    let id = "4c01db0b339c7f2a".repeat(4);
+    let parent = Cgroup::new()?;
+    let group = parent.path().join(format!("docker-{id}.scope"));
+    fs::create_dir(&group)?;
+    let shown = TRACED.iter().try_for_each(|traced| {
+        of_a_container(traced, &group, &id)
+            .with_context(|| format!("{} {:?}", traced.tool, traced.options))
+    });
+    harness::remove_cgroup(&group);
+    shown
+}
+
+fn of_a_container(traced: &Traced, group: &Path, id: &str) -> Result<()> {
+    let folder = harness::scratch()?;
+    let file = folder.path().join("x.prom");
+    let path = file.to_string_lossy();
+    let [program, args @ ..] = traced.workload else {
+        bail!("no workload");
+    };
+    let mut target = Workload::start(program, args)?;
+    let pid = target.pid();
+    fs::write(group.join("cgroup.procs"), &pid)?;
+    let args = [traced.options, &["-p", &pid, "--export", &path]].concat();
+    let mut tool = Tool::start(traced.tool, &args)?;
+    tool.wait_for_stderr(traced.ready)?;
+    target.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(!ended.stdout.contains(&id[..12]), "{ended:?}");
+    let samples = read(&file)?;
+    let of_tasks = samples
+        .iter()
+        .filter(|one| !one.labels.contains_key("what"));
+    for sample in of_tasks {
+        let label = |name: &str| sample.labels.get(name).map(String::as_str);
+        let scope = format!("docker-{id}.scope");
+        ensure!(
+            (label("comm"), label("container"), label("unit"))
+                == (Some(program), Some(id), Some(&*scope)),
+            "{sample:?}"
+        );
+    }
+    for &(family, sum) in traced.expected {
+        let sums = by(&samples, family, "comm");
+        ensure!(
+            sums.values().sum::<u64>() == sum,
+            "{family}: {sums:?}, not {sum}"
+        );
+    }
+    nothing_is_lost(&samples)
 }
 
 /// Three tools run at once, while a task reclaims memory and is then killed.
@@ -400,6 +528,7 @@ fn alerts_fire_as_their_tests_say() -> Result<()> {
 }
 
 fn what_cannot_be_written_is_told() -> Result<()> {
+    let own = std::process::id().to_string();
     for (tool, args) in [
         ("vmscan", &["1", "1"][..]),
         ("drsnoop", &["-d", "0.1"]),
@@ -408,6 +537,11 @@ fn what_cannot_be_written_is_told() -> Result<()> {
         ("hfaults", &["-d", "0.1"]),
         ("ffaults", &["-d", "0.1"]),
         ("faults", &["--by-process", "-d", "0.1"]),
+        ("faults", &["-d", "0.1"]),
+        ("brkstack", &["-d", "0.1"]),
+        ("mmapsnoop", &["-d", "0.1"]),
+        ("shmsnoop", &["-d", "0.1"]),
+        ("memleak", &["-p", &own, "1", "1"]),
     ] {
         let args = [args, &["--export", "/nonexistent/x.prom"]].concat();
         let ended = harness::run(tool, &args)?;
@@ -418,7 +552,7 @@ fn what_cannot_be_written_is_told() -> Result<()> {
         );
     }
     for (tool, args) in [
-        ("faults", &["--export", "x.prom"][..]),
+        ("mmapsnoop", &["--folded", "--export", "x.prom"][..]),
         ("vmscan", &["--counts", "--export", "x.prom"]),
         ("vmscan", &["--trace-compaction", "--export", "x.prom"]),
     ] {

@@ -17,7 +17,7 @@ use crate::calls::StackParts;
     name = "brkstack",
     version,
     mut_arg("container", |container| container.requires("events")),
-    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_STACKS)),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::ALL)),
     after_help = "\
 examples:
   brkstack
@@ -74,7 +74,7 @@ impl Args {
     pub(crate) fn check(&self) -> Result<(), UsageError> {
         if self.events {
             let export = &self.common.export;
-            export.expect("with --events", &[FileFormat::Perfetto])?;
+            export.expect("with --events", &FileFormat::OF_SUMS)?;
         }
         Ok(())
     }
@@ -166,7 +166,7 @@ mod tests {
             "--container",
             "0",
         ]);
-        for (file, accepted) in [("a.pftrace", true), ("a.svg", false), ("a.folded", false)] {
+        for (file, accepted) in [("a.pftrace", true), ("a.prom", true), ("a.svg", false)] {
             let args = ["brkstack", "--events", "--export", file];
             let args = Args::try_parse_from(args).expect(file);
             assert_eq!(args.check().is_ok(), accepted, "{file}");

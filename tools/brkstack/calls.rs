@@ -7,6 +7,7 @@ use anyhow::Result;
 use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::ring::Events;
+use memtools::export::metrics::{self, Metrics};
 use memtools::export::text::{below_row, part_below_row};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Hex, Output, Row};
@@ -14,7 +15,7 @@ use memtools::print::timeline::TimelineEntry;
 use memtools::process::container::{self, CgroupInfo, CgroupResolver};
 use memtools::process::filter::Filter;
 use memtools::process::origin::Origin;
-use memtools::run::losses::Losses;
+use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Poller;
 use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
@@ -25,6 +26,7 @@ use serde::Serialize;
 use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::event;
+use crate::{CALLS, GROWTH};
 
 /// Symbolizer and unwinder for the stacks of --events, if stacks are requested.
 pub(crate) struct StackReaders {
@@ -53,6 +55,7 @@ pub(crate) fn print(
     names: StackReaders,
     links: Vec<Link>,
     (mut poller, output): (Poller<'_>, Output),
+    metrics: Metrics,
 ) -> Result<()> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
     let StackReaders {
@@ -67,22 +70,30 @@ pub(crate) fn print(
     let mut calls = Printer {
         stacks,
         cgroup_resolver: CgroupResolver::if_wanted(
-            args.containers.wanted(args.common.json),
+            args.containers.wanted(args.common.wants_cgroups()),
             &skel.maps.cgroup_paths,
         ),
         container: args.containers.container,
         shown: args.event_stacks(),
         clock: Clock::new(),
         output,
+        metrics,
     };
+    if calls.metrics.is_enabled() {
+        poller.tick_every(metrics::CHECK_INTERVAL)?;
+    }
     calls
         .output
         .header(&Call::header(args.containers.container))?;
     calls.output.flush()?;
     let deadline = args.common.deadline();
-    events.follow(poller, deadline, links, |events| calls.print(events))?;
+    events.follow(poller, deadline, links, |events| {
+        calls.print(events)?;
+        losses::write_metrics(skel.object(), filter, &mut calls.metrics)
+    })?;
     calls.stacks.report_losses();
     Losses::report_with_unwinder(skel.object(), filter, unwinder, &mut calls.output)?;
+    losses::finish_metrics(skel.object(), filter, calls.metrics)?;
     calls.output.finish()
 }
 
@@ -95,6 +106,7 @@ struct Printer<'a> {
     shown: StackParts,
     clock: Clock,
     output: Output,
+    metrics: Metrics,
 }
 
 impl Printer<'_> {
@@ -109,6 +121,7 @@ impl Printer<'_> {
             call.stack = self.symbolize(&event, &call.origin.comm)?;
             call.shown = self.shown;
             call.container = self.container;
+            call.record_metrics(&mut self.metrics);
             self.output.row(&call)?;
         }
         self.stacks.renew()?;
@@ -175,6 +188,17 @@ impl Call {
             stack: None,
             shown: StackParts::default(),
         }
+    }
+}
+
+impl Call {
+    /// Adds the call to its task's sums.
+    fn record_metrics(&self, metrics: &mut Metrics) {
+        let [unit, container] = container::labels(self.origin.cgroup_info.as_ref());
+        let labels = [self.origin.comm.as_str(), unit, container];
+        metrics.add(&CALLS, &labels, 1);
+        let growth = u64::try_from(self.growth_bytes).unwrap_or(0);
+        metrics.add(&GROWTH, &labels, growth);
     }
 }
 

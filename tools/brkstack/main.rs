@@ -13,6 +13,7 @@ use anyhow::Result;
 use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::{attach, kernel_support, map_create};
+use memtools::export::metrics::{Family, Kind};
 use memtools::export::profile::ValueType;
 use memtools::host::page_size;
 use memtools::print::output::Output;
@@ -29,6 +30,19 @@ use crate::calls::StackReaders;
 
 memtools::skeleton!("brkstack", BrkstackSkelBuilder, stacks: unwound, plain: [event]);
 
+static CALLS: Family = Family {
+    name: "memtools_brk_calls_total",
+    help: "Calls of brk(2), or with --growth those that grow the heap, by task.",
+    labels: &["comm", "unit", "container"],
+    kind: Kind::Count,
+};
+static GROWTH: Family = Family {
+    name: "memtools_brk_growth_bytes_total",
+    help: "Bytes by which calls of brk(2) have grown heaps, by task.",
+    labels: &["comm", "unit", "container"],
+    kind: Kind::Count,
+};
+
 fn main() -> ExitCode {
     cli::main(run)
 }
@@ -42,6 +56,13 @@ fn run(args: Args) -> Result<ExitCode> {
         .stacks
         .profile
         .prepare(&args.common.export, args.target.to_string())?;
+    let families: &[_] = if args.with_result() {
+        &[&CALLS, &GROWTH]
+    } else {
+        &[&CALLS]
+    };
+    let target_name = args.target.to_string();
+    let metrics = args.common.export.metrics(families, &target_name)?;
     let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::resolve(&args.target, TaskKind::Programs)?;
     target::warn_if_interval_is_pid(args.stacks.interval(), &args.target.filter.pid);
@@ -76,11 +97,19 @@ fn run(args: Args) -> Result<ExitCode> {
             names,
             links,
             (poller, output),
+            metrics,
         )?;
     } else {
         let maps = memtools::stack_count_maps!(skel);
         let filter = target.filter();
-        let counts = StackCounts::new(maps, filter, symbolizer, unwinder, exports, &args.stacks)?;
+        let counts = StackCounts::new(
+            maps,
+            filter,
+            symbolizer,
+            unwinder,
+            (exports, metrics),
+            &args.stacks,
+        )?;
         count_stacks(&args, counts, links, (poller, output))?;
     }
     target.finish()
@@ -110,6 +139,7 @@ fn count_stacks(
             ValueType::count("brk_calls", "calls"),
             args.growth_only().then_some(ValueType::bytes("growth")),
         ),
+        families: [&CALLS, &GROWTH],
         args: &args.stacks,
     };
     counts.run(
@@ -126,7 +156,7 @@ fn load(args: &Args, filter: &Filter, tracepoints: &[&str]) -> Result<Loaded> {
     let with_stacks = !args.events || args.event_stacks().any();
     let stacks = args.stacks.stack_capacity().if_wanted(with_stacks);
     let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
-    let wanted = args.containers.wanted(args.common.json);
+    let wanted = args.containers.wanted(args.common.wants_cgroups());
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_cgroups = with_cgroups;

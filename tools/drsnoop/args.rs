@@ -115,7 +115,7 @@ impl Args {
     }
 
     pub(crate) fn wants_cgroups(&self) -> bool {
-        self.extended || self.containers.wanted(self.common.json)
+        self.extended || self.containers.wanted(self.common.wants_cgroups())
     }
 
     pub(crate) fn wants_limited(&self) -> bool {

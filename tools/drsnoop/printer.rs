@@ -17,7 +17,7 @@ use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
-use memtools::process::container::CgroupResolver;
+use memtools::process::container::{self, CgroupResolver};
 use memtools::process::origin::Origin;
 use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
@@ -39,13 +39,13 @@ static STALLS: Family = Family {
 static STALLED: Family = Family {
     name: "memtools_reclaim_stalled_seconds_total",
     help: "Time that tasks spent in direct reclaim.",
-    labels: &["comm", "kind"],
+    labels: &["comm", "unit", "container", "kind"],
     kind: Sums::Seconds,
 };
 static RECLAIMED: Family = Family {
     name: "memtools_reclaim_stalled_pages_total",
     help: "Pages that tasks reclaimed before they got any.",
-    labels: &["comm", "kind"],
+    labels: &["comm", "unit", "container", "kind"],
     kind: Sums::Count,
 };
 
@@ -232,8 +232,10 @@ impl Row {
     fn record_metrics(&self, metrics: &mut Metrics) {
         let kind = self.kind.name();
         metrics.observe(&STALLS, &[kind], self.latency_ns);
-        metrics.add(&STALLED, &[&self.origin.comm, kind], self.latency_ns);
-        metrics.add(&RECLAIMED, &[&self.origin.comm, kind], self.reclaimed_pages);
+        let [unit, container] = container::labels(self.origin.cgroup_info.as_ref());
+        let labels = [&self.origin.comm, unit, container, kind];
+        metrics.add(&STALLED, &labels, self.latency_ns);
+        metrics.add(&RECLAIMED, &labels, self.reclaimed_pages);
     }
 }
 

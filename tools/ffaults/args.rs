@@ -88,9 +88,9 @@ pub(crate) enum Hook {
 }
 
 impl Args {
-    /// Whether the cgroups of processes are needed: without --by-process a row is for all processes.
+    /// Whether the cgroups of processes are recorded: without --by-process a row is for all processes.
     pub(crate) fn wants_cgroups(&self) -> bool {
-        self.by_process && self.containers.wanted(self.common.json)
+        self.by_process && self.containers.wanted(self.common.wants_cgroups())
     }
 
     /// Returns the metric families that --export writes. Only the event without --type never knows major faults.

@@ -15,7 +15,7 @@ use memtools::print::clock::{self, Clock};
 use memtools::print::file_path::{self, PathExtent};
 use memtools::print::output::Output;
 use memtools::print::text;
-use memtools::process::container::CgroupResolver;
+use memtools::process::container::{self, CgroupResolver};
 
 use crate::args::Args;
 use crate::attach::FaultDetails;
@@ -29,14 +29,14 @@ const FILE_COLUMN: Range<usize> = 24..64;
 pub(crate) static FAULTS: Family = Family {
     name: "memtools_file_page_faults_total",
     help: "Page faults, by file.",
-    labels: &["file"],
+    labels: &["file", "unit", "container"],
     kind: Kind::Count,
 };
 
 pub(crate) static MAJOR: Family = Family {
     name: "memtools_file_major_page_faults_total",
     help: "Page faults that waited for a disk or for swap, by file.",
-    labels: &["file"],
+    labels: &["file", "unit", "container"],
     kind: Kind::Count,
 };
 
@@ -82,9 +82,13 @@ impl<'a> Report<'a> {
     pub(crate) fn print(&mut self, output: &mut Output, metrics: &mut Metrics) -> Result<()> {
         let mut rows: Vec<(Key, Count)> = self.take()?.into_iter().collect();
         for (key, count) in &rows {
-            metrics.add(&FAULTS, &[&key.file], count.faults);
+            let resolver = self.cgroup_resolver.as_mut();
+            let cgroup_info = resolver.map(|resolver| resolver.of(count.cgroup));
+            let [unit, container] = container::labels(cgroup_info.as_ref());
+            let labels = [&key.file, unit, container];
+            metrics.add(&FAULTS, &labels, count.faults);
             if self.knows.major {
-                metrics.add(&MAJOR, &[&key.file], count.major);
+                metrics.add(&MAJOR, &labels, count.major);
             }
         }
         rows.sort_by_cached_key(|(key, count)| (count.faults, Reverse(key.clone())));

@@ -168,7 +168,7 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
     if !by_reason {
         map_create::set_capacity(&mut open.maps.faults, 1)?;
     }
-    let wanted = args.containers.wanted(args.common.json);
+    let wanted = args.containers.wanted(args.common.wants_cgroups());
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_cgroups = with_cgroups;

@@ -15,7 +15,7 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::attach::{capture_log, detach};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_counts::Counts;
-use memtools::export::metrics::{Family, Kind, Metrics};
+use memtools::export::metrics::Metrics;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
 use memtools::process::container::CgroupResolver;
@@ -28,22 +28,9 @@ use memtools::run::target::{self, Target};
 use crate::args::Args;
 use crate::attach::Attached;
 use crate::bpf::types::fault_key;
-use crate::row::Row;
+use crate::row::{FAULTS, MADVISE, Row};
 
 memtools::skeleton!("hfaults", HfaultsSkelBuilder, stacks: none, plain: [fault_key]);
-
-static FAULTS: Family = Family {
-    name: "memtools_huge_page_faults_total",
-    help: "Page faults on huge pages, by task and by reason where that is requested.",
-    labels: &["comm", "reason"],
-    kind: Kind::Count,
-};
-static MADVISE: Family = Family {
-    name: "memtools_huge_page_madvise_calls_total",
-    help: "Calls of madvise(2) with MADV_HUGEPAGE, by task.",
-    labels: &["comm"],
-    kind: Kind::Count,
-};
 
 fn main() -> ExitCode {
     cli::main(run)
@@ -63,7 +50,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let (how, Attached { skel, links }) = attach::start(&args, target.filter())?;
     let maps = &skel.maps;
     let mut counts = Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b);
-    let with_cgroups = args.containers.wanted(args.common.json);
+    let with_cgroups = args.containers.wanted(args.common.wants_cgroups());
     let mut cgroup_resolver = CgroupResolver::if_wanted(with_cgroups, &maps.cgroup_paths);
     let clock = Clock::new();
     let mut print = |output: &mut Output, metrics: &mut Metrics| {
@@ -117,15 +104,7 @@ fn print<M: MapCore>(
             .as_mut()
             .map(|cgroup_resolver| cgroup_resolver.of(key.cgroup));
         let row = Row::new(&key, cgroup_info, count, &time, args);
-        if args.madvise {
-            metrics.add(&MADVISE, &[&row.comm], count);
-        } else {
-            metrics.add(
-                &FAULTS,
-                &[&row.comm, row.reason.unwrap_or("unknown")],
-                count,
-            );
-        }
+        row.record_metrics(args.madvise, metrics);
         output.row(&row)?;
     }
     output.header("")?;

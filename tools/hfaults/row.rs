@@ -3,17 +3,31 @@
 use std::io::{self, Write};
 
 use jiff::Zoned;
+use memtools::export::metrics::{Family, Kind, Metrics};
 use memtools::print::output;
 use memtools::print::text;
 use memtools::print::{
     clock,
     timeline::{Count, TimelineEntry, Unit},
 };
-use memtools::process::container::CgroupInfo;
+use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 
 use crate::args::Args;
 use crate::bpf::types::{fault_key, reason as Reason};
+
+pub(crate) static FAULTS: Family = Family {
+    name: "memtools_huge_page_faults_total",
+    help: "Page faults on huge pages, by task and by reason where that is requested.",
+    labels: &["comm", "unit", "container", "reason"],
+    kind: Kind::Count,
+};
+pub(crate) static MADVISE: Family = Family {
+    name: "memtools_huge_page_madvise_calls_total",
+    help: "Calls of madvise(2) with MADV_HUGEPAGE, by task.",
+    labels: &["comm", "unit", "container"],
+    kind: Kind::Count,
+};
 
 /// Faults of one process, or its faults of one page size and reason.
 #[derive(Serialize)]
@@ -22,15 +36,18 @@ pub(crate) struct Row<'a> {
     #[serde(serialize_with = "clock::serialize")]
     time: &'a Zoned,
     pid: u32,
-    pub(crate) comm: String,
+    comm: String,
     #[serde(flatten)]
     cgroup_info: Option<CgroupInfo>,
     /// Size of the pages. None if it was not requested, or is unknown.
     page_bytes: Option<u64>,
-    pub(crate) reason: Option<&'static str>,
+    reason: Option<&'static str>,
     count: u64,
     #[serde(skip)]
     extended: bool,
+    /// Whether text names the container.
+    #[serde(skip)]
+    container: bool,
     /// Name of the counts on a timeline.
     #[serde(skip)]
     subject: &'static str,
@@ -62,7 +79,23 @@ impl<'a> Row<'a> {
             },
             count,
             extended: args.extended,
+            container: args.containers.container,
             subject: args.subject(),
+        }
+    }
+}
+
+impl Row<'_> {
+    /// Adds the count to the metrics of calls of madvise(2), or of faults.
+    pub(crate) fn record_metrics(&self, is_madvise: bool, metrics: &mut Metrics) {
+        let [unit, container] = container::labels(self.cgroup_info.as_ref());
+        let labels = [self.comm.as_str(), unit, container];
+        if is_madvise {
+            metrics.add(&MADVISE, &labels, self.count);
+        } else {
+            let [comm, unit, container] = labels;
+            let reason = self.reason.unwrap_or("unknown");
+            metrics.add(&FAULTS, &[comm, unit, container, reason], self.count);
         }
     }
 }
@@ -71,7 +104,7 @@ impl output::Row for Row<'_> {
     /// Writes `@[pid, comm]: N`, as bpftrace prints a map, and as the book's tool does.
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         write!(out, "@[{}, {}", self.pid, self.comm)?;
-        if let Some(cgroup_info) = &self.cgroup_info {
+        if let Some(cgroup_info) = self.cgroup_info.as_ref().filter(|_| self.container) {
             write!(out, ", {}", cgroup_info.name())?;
         }
         match self.page_bytes {

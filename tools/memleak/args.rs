@@ -39,7 +39,7 @@ const GENERAL: &str = "General";
     name = "memleak",
     version,
     mut_arg("container", |container| container.conflicts_with("folded")),
-    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_STACKS)),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::ALL)),
     after_help = "\
 examples:
   memleak -p 1234              what process 1234 has not freed, every 5 seconds

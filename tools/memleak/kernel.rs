@@ -52,7 +52,10 @@ memtools::skeleton!("memleak_kernel", MemleakKernelSkelBuilder, stacks: kernel, 
 pub(crate) fn run(plan: &KernelPlan) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(plan.verbose);
-    let exports = plan.outputs.exports()?;
+    let exports = (
+        plan.outputs.exports()?,
+        plan.outputs.metrics(plan.report.view)?,
+    );
     let difference = plan.outputs.difference(&plan.report.subject)?;
     let listener = plan.outputs.serve.listen()?;
     let (mut poller, output) = plan.outputs.start(&plan.report)?;

@@ -8,6 +8,7 @@
 mod args;
 mod difference;
 mod kernel;
+mod metrics;
 mod plan;
 mod processes;
 mod reporter;

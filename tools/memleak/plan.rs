@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::Result;
 use memtools::export::files::{ExportArgs, Exports, ProfileInfo};
 use memtools::export::format::FileFormat;
+use memtools::export::metrics::Metrics;
 use memtools::export::perfetto::Heaps;
 use memtools::parse::UsageError;
 use memtools::print::message;
@@ -28,6 +29,7 @@ use memtools::verdict::CopyArgs;
 use crate::args::{Mode, SortKey};
 use crate::difference::Difference;
 use crate::kernel::args::Kinds;
+use crate::metrics;
 use crate::processes::pool::FunctionSpec;
 use crate::sampling::Sampling;
 use crate::sums::{self, View};
@@ -243,6 +245,14 @@ pub(crate) struct ReportSettings {
     pub(crate) subject: ProfileInfo,
 }
 
+impl ProcessPlan {
+    /// Whether the cgroups of processes are needed: for the column, for JSON, or for labels of metrics.
+    pub(crate) fn wants_cgroups(&self) -> bool {
+        let always = self.report.is_json() || self.outputs.export.has_metrics();
+        self.containers.wanted(always)
+    }
+}
+
 impl ReportSettings {
     /// Whether rows are printed as JSON.
     pub(crate) fn is_json(&self) -> bool {
@@ -306,6 +316,14 @@ impl OutputSettings {
             Some(path) => exports.with(Heaps::create(path, message::tool())?),
             None => exports,
         })
+    }
+
+    /// Prepares the file of a view's metrics.
+    ///
+    /// # Errors
+    /// See [`ExportArgs::metrics`].
+    pub(crate) fn metrics(&self, view: View) -> Result<Metrics> {
+        self.export.metrics(&metrics::families(view), &self.target)
     }
 
     /// Reads the earlier profile, if there is one to compare with. Its values have to be those of `subject`.

@@ -83,7 +83,10 @@ pub(crate) fn run(plan: &ProcessPlan, verdict: Option<&VerdictSettings>) -> Resu
     uprobes::expect_free_locks()?;
     attach::capture_log(plan.verbose);
     let mut wanted = verdict.map_or(Ok(VerdictInputs::default()), VerdictInputs::read)?;
-    let exports = plan.outputs.exports()?;
+    let exports = (
+        plan.outputs.exports()?,
+        plan.outputs.metrics(plan.report.view)?,
+    );
     let difference = plan.outputs.difference(&plan.report.subject)?;
     let listener = plan.outputs.serve.listen()?;
     let (mut poller, output) = plan.outputs.start(&plan.report)?;
@@ -314,6 +317,10 @@ impl Source for Processes<'_> {
         Process::open(self.names.any()?).ok()?.resident_bytes()
     }
 
+    fn process_name(&mut self, pid: u32) -> Option<ProcessName> {
+        Some(self.names.process(pid))
+    }
+
     fn print_groups(&mut self, groups: Vec<Entry>, output: &mut Output) -> Result<()> {
         for entry in groups {
             let stack = self.symbolize(entry.key)?;
@@ -423,7 +430,7 @@ impl<'a> Processes<'a> {
             ..
         } = upkeep;
         let processes = target.processes.iter().map(|traced| &traced.process);
-        let wants_cgroups = plan.containers.wanted(plan.report.is_json());
+        let wants_cgroups = plan.wants_cgroups();
         let cgroups = CgroupResolver::if_wanted(wants_cgroups, &attached.skel.maps.cgroup_paths);
         Ok(Self {
             attached,

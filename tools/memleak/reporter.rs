@@ -6,16 +6,19 @@ use std::time::Instant;
 use anyhow::Result;
 use memtools::export::files::Exports;
 use memtools::export::folded::Folded;
+use memtools::export::metrics::Metrics;
 use memtools::export::profile::{Profile, Sample};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
 use memtools::print::progress::Progress;
+use memtools::process::container;
 use memtools::run::poll::Poller;
 use memtools::serve::report::ServedReport;
 use memtools::serve::server::Server;
 use memtools::serve::trend::Trends;
 
 use crate::difference::{self, Difference};
+use crate::metrics;
 use crate::plan::ReportSettings;
 use crate::rows::{self, Amount, Groups, Head};
 use crate::sampling;
@@ -34,6 +37,7 @@ pub(crate) struct Reporter<'a, S> {
     clock: Clock,
     pub(crate) output: Output,
     exports: Exports,
+    metrics: Metrics,
     difference: Option<Difference>,
 }
 
@@ -43,7 +47,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         source: S,
         settings: &'a ReportSettings,
         output: Output,
-        mut exports: Exports,
+        (mut exports, metrics): (Exports, Metrics),
         difference: Option<Difference>,
     ) -> Self {
         exports.begin();
@@ -55,6 +59,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             clock: Clock::new(),
             output,
             exports,
+            metrics,
             difference,
         }
     }
@@ -97,6 +102,7 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// there are leaks that --fail-on forbids, or more growth than it permits.
     pub(crate) fn finish(self, command: Option<u8>, has_forbidden_leaks: bool) -> Result<ExitCode> {
         self.exports.finish()?;
+        self.metrics.finish()?;
         let difference = self.difference.as_ref();
         let has_grown = difference.is_some_and(Difference::is_too_much);
         Ok(difference::status_if(
@@ -122,6 +128,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             self.print(now, &shown, &mut found)?;
         }
         self.export(&found.totals)?;
+        self.record_metrics(&found.totals)?;
         self.record_trends(&found.totals);
         self.history.add(now, found.totals);
         self.output.flush()?;
@@ -241,6 +248,26 @@ impl<'a, S: Source> Reporter<'a, S> {
             return Ok(());
         };
         difference.print(&profile, self.settings.top, &mut self.output)
+    }
+
+    /// Replaces the sums of each process in the file of metrics, if there is one.
+    fn record_metrics(&mut self, totals: &Totals) -> Result<()> {
+        if !self.metrics.is_enabled() {
+            return Ok(());
+        }
+        let [bytes, allocations] = metrics::families(self.settings.view);
+        self.metrics.reset(bytes);
+        self.metrics.reset(allocations);
+        for (pid, total) in sums::by_process(totals) {
+            let name = self.source.process_name(pid).unwrap_or_default();
+            let [unit, container] = container::labels(name.cgroup_info.as_ref());
+            let labels = [name.comm.as_str(), unit, container];
+            self.metrics.add(bytes, &labels, total.bytes);
+            self.metrics.add(allocations, &labels, total.allocations);
+        }
+        self.source.losses()?.measure(&mut self.metrics);
+        self.metrics.write_if_due();
+        Ok(())
     }
 
     /// Symbolizes all stacks, for other formats.

@@ -43,6 +43,11 @@ pub(crate) trait Source {
         Groups::Stacks(count)
     }
 
+    /// Returns the name and the cgroup of a process for metrics. Returns None for the kernel.
+    fn process_name(&mut self, _pid: u32) -> Option<ProcessName> {
+        None
+    }
+
     /// Whether rows have to name their process.
     fn is_several(&self) -> bool {
         false

@@ -106,6 +106,17 @@ impl Sum {
     }
 }
 
+/// Adds up the totals of each process.
+pub(crate) fn by_process(totals: &Totals) -> HashMap<u32, Total> {
+    let mut sums: HashMap<u32, Total> = HashMap::new();
+    for (key, total) in totals {
+        let sum = sums.entry(key.pid).or_default();
+        sum.bytes += total.bytes;
+        sum.allocations += total.allocations;
+    }
+    sums
+}
+
 /// Adds up allocations by stack.
 pub(crate) fn add_up<'a>(
     totals: &mut Totals,

@@ -15,7 +15,7 @@ use memtools::stacks::unwind::UnwindArgs;
 #[command(
     name = "mmapsnoop",
     version,
-    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_STACKS)),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::ALL)),
     after_help = "\
 examples:
   mmapsnoop                    every mapping of every process
@@ -95,7 +95,7 @@ impl Args {
     pub(crate) fn check(&self) -> Result<(), UsageError> {
         let export = &self.common.export;
         if self.failed {
-            export.expect("with --failed (-x)", &[FileFormat::Perfetto])?;
+            export.expect("with --failed (-x)", &FileFormat::OF_SUMS)?;
         }
         if self.folded {
             export.expect("with --folded (-f)", &FileFormat::OF_PROFILES)?;
@@ -147,13 +147,15 @@ mod tests {
 
     #[test]
     fn wrong_usage_is_refused() {
-        cli::assert_refuses::<Args>(&["-p 0", "-p 1,x", "-d 0", "5", "-f -j", "--export f.prom"]);
+        cli::assert_refuses::<Args>(&["-p 0", "-p 1,x", "-d 0", "5", "-f -j"]);
         for (line, accepted) in [
             ("--calls", false),
             ("--calls --export f.pftrace", false),
             ("--calls --export f.svg", true),
             ("-x --export f.svg", false),
             ("-x --export f.pftrace", true),
+            ("-x --export f.prom", true),
+            ("-f --export f.prom", false),
             ("-f --export f.pftrace", false),
             ("-f --export f.folded", true),
         ] {

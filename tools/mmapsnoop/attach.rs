@@ -20,7 +20,7 @@ const COMPAT: &str = "compat_exit";
 pub(crate) fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     let stacks = StackCapacity::of(INITIAL_EVENT_ENTRIES).if_wanted(args.with_stacks());
     let mut open = bpf::prepare(filter, stacks, args.unwind)?;
-    let wanted = args.containers.wanted(args.common.json);
+    let wanted = args.containers.wanted(args.common.wants_cgroups());
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.failed_only = args.failed.into();

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::io::{self, Write};
 use std::rc::Rc;
 
+use memtools::export::metrics::{self, Family, Metrics};
 use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
 use memtools::print::errno;
@@ -19,6 +20,19 @@ use serde::Serialize;
 
 use crate::bits::{self, Bits};
 use crate::bpf::types::{call_kind as Kind, event, file_kind as FileKind};
+
+pub(crate) static CALLS: Family = Family {
+    name: "memtools_mapping_calls_total",
+    help: "Calls of mmap(2), and with --munmap of munmap(2) and mremap(2), by task and result.",
+    labels: &["comm", "unit", "container", "call", "result"],
+    kind: metrics::Kind::Count,
+};
+pub(crate) static MAPPED: Family = Family {
+    name: "memtools_mapped_bytes_total",
+    help: "Bytes that calls of mmap(2) have mapped, by task.",
+    labels: &["comm", "unit", "container"],
+    kind: metrics::Kind::Count,
+};
 
 /// Record of the ring buffer.
 pub(crate) struct Record {
@@ -192,6 +206,17 @@ impl Row {
         }
     }
 
+    /// Adds the call, and the bytes that it mapped, to its task's sums.
+    pub(crate) fn record_metrics(&self, metrics: &mut Metrics) {
+        let [unit, container] = container::labels(self.origin.cgroup_info.as_ref());
+        let comm = self.origin.comm.as_str();
+        let result = self.error.as_ref().map_or("success", |_| "error");
+        metrics.add(&CALLS, &[comm, unit, container, self.call, result], 1);
+        if self.call == "mmap" && self.error.is_none() {
+            metrics.add(&MAPPED, &[comm, unit, container], self.size_bytes.0);
+        }
+    }
+
     /// Returns the content of the column FILE: `[anon]` for anonymous memory, and `-` for an unknown file.
     fn file_column(&self) -> &str {
         match (&self.file, self.call, self.fd) {
@@ -230,7 +255,12 @@ impl output::Row for Row {
         write!(
             out,
             "{}",
-            container::column(self.origin.cgroup_info.as_ref())
+            container::column(
+                self.origin
+                    .cgroup_info
+                    .as_ref()
+                    .filter(|_| self.columns.container)
+            )
         )?;
         if self.columns.call {
             write!(out, "{:<6} {:<14} ", self.call, self.address)?;

@@ -7,6 +7,7 @@ use anyhow::Result;
 use libbpf_rs::MapMut;
 use memtools::export::files::{Exports, ProfileInfo};
 use memtools::export::folded::Folded;
+use memtools::export::metrics::Metrics;
 use memtools::export::profile::{Sample, ValueType};
 use memtools::print::clock::Clock;
 use memtools::print::output::Output;
@@ -36,6 +37,7 @@ pub(crate) struct Printer<'a> {
     /// Sums by process, its name and stack.
     weights: HashMap<(u32, String, u64), Mapped>,
     pub(crate) exports: Exports,
+    pub(crate) metrics: Metrics,
     args: &'a Args,
 }
 
@@ -45,9 +47,9 @@ impl<'a> Printer<'a> {
         skel: &'a Loaded,
         stacks: EventStacks<'a, MapMut<'static>>,
         output: Output,
-        exports: Exports,
+        (exports, metrics): (Exports, Metrics),
     ) -> Self {
-        let with_cgroups = args.containers.wanted(args.common.json);
+        let with_cgroups = args.containers.wanted(args.common.wants_cgroups());
         Self {
             stacks,
             cgroup_resolver: CgroupResolver::if_wanted(with_cgroups, &skel.maps.cgroup_paths),
@@ -62,6 +64,7 @@ impl<'a> Printer<'a> {
             output,
             weights: HashMap::new(),
             exports,
+            metrics,
             args,
         }
     }
@@ -85,13 +88,9 @@ impl<'a> Printer<'a> {
                 .cgroup_resolver
                 .as_mut()
                 .map(|cgroup_resolver| cgroup_resolver.of(record.cgroup()));
-            self.output.row(&Row::new(
-                record,
-                cgroup_info,
-                stack,
-                &self.clock,
-                self.columns,
-            ))?;
+            let row = Row::new(record, cgroup_info, stack, &self.clock, self.columns);
+            row.record_metrics(&mut self.metrics);
+            self.output.row(&row)?;
         }
         self.stacks.renew()?;
         self.output.flush()

@@ -15,7 +15,7 @@ use memtools::print::gfp::Gfp;
 use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
-use memtools::process::container::CgroupResolver;
+use memtools::process::container::{self, CgroupResolver};
 use memtools::process::origin::Origin;
 use memtools::process::proc::Process;
 use memtools::stacks::events::EventStacks;
@@ -34,7 +34,7 @@ const NO_LIMIT_KB: u64 = (i64::MAX as u64 >> 10) & !3;
 pub(crate) static KILLS: Family = Family {
     name: "memtools_oom_kills_total",
     help: "OOM kills, by limit: the machine's (global), a cgroup's (memcg).",
-    labels: &["comm", "kind"],
+    labels: &["comm", "unit", "container", "kind"],
     kind: metrics::Kind::Count,
 };
 
@@ -125,8 +125,9 @@ impl<'a> Printer<'a> {
     }
 
     fn record_metrics(&mut self, victim: &Victim, kind: &str) {
-        let comm = victim.comm.as_deref().unwrap_or_default();
-        self.metrics.add(&KILLS, &[comm, kind], 1);
+        let comm = victim.comm.as_deref().unwrap_or("unknown");
+        let [unit, container] = container::labels(Some(&victim.cgroup_info));
+        self.metrics.add(&KILLS, &[comm, unit, container, kind], 1);
     }
 
     /// Writes the stacks of all kills into the files that are requested.

@@ -15,12 +15,13 @@ use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
 use memtools::export::format::{self, FileFormat};
+use memtools::export::metrics;
 use memtools::parse;
 use memtools::print::clock::Clock;
 use memtools::process::container::{self, CgroupResolver, ContainerArgs};
 use memtools::process::filter::{Filter, TaskKind};
 use memtools::run::cli::{self, CommonArgs};
-use memtools::run::losses::Losses;
+use memtools::run::losses::{self, Losses};
 use memtools::run::target::{Target, TargetArgs};
 
 use crate::bpf::Loaded;
@@ -34,7 +35,7 @@ memtools::skeleton!("shmsnoop", ShmsnoopSkelBuilder, stacks: none, plain: [event
 #[command(
     name = "shmsnoop",
     version,
-    mut_arg("export", |export| format::limited_to(export, &[FileFormat::Perfetto])),
+    mut_arg("export", |export| format::limited_to(export, &FileFormat::OF_SUMS)),
     after_help = "\
 examples:
   shmsnoop                     every call of every process
@@ -85,6 +86,8 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
+    let target_name = args.target.to_string();
+    let mut metrics = args.common.export.metrics(&[&row::CALLS], &target_name)?;
     let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::choose_thread(&args.target, args.tid, TaskKind::Programs)?;
     let columns = Columns {
@@ -104,8 +107,11 @@ fn run(args: Args) -> Result<ExitCode> {
     target.release()?;
     target.watch_exit(&mut poller);
 
+    if metrics.is_enabled() {
+        poller.tick_every(metrics::CHECK_INTERVAL)?;
+    }
     let mut first_ns = None;
-    let with_cgroups = args.containers.wanted(args.common.json);
+    let with_cgroups = args.containers.wanted(args.common.wants_cgroups());
     let mut cgroup_resolver = CgroupResolver::if_wanted(with_cgroups, &skel.maps.cgroup_paths);
     events.follow(poller, args.common.deadline(), links, |events| {
         for event in events {
@@ -113,11 +119,15 @@ fn run(args: Args) -> Result<ExitCode> {
             let cgroup_info = cgroup_resolver
                 .as_mut()
                 .map(|cgroup_resolver| cgroup_resolver.of(event.cgroup));
-            output.row(&Row::new(&event, cgroup_info, first_ns, &clock, columns))?;
+            let row = Row::new(&event, cgroup_info, first_ns, &clock, columns);
+            row.record_metrics(&mut metrics);
+            output.row(&row)?;
         }
-        output.flush()
+        output.flush()?;
+        losses::write_metrics(skel.object(), target.filter(), &mut metrics)
     })?;
     Losses::report(skel.object(), target.filter(), &mut output)?;
+    losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;
     target.finish()
 }
@@ -125,7 +135,7 @@ fn run(args: Args) -> Result<ExitCode> {
 /// Loads the programs, and attaches them.
 fn start(filter: &Filter, args: &Args) -> Result<(Loaded, Vec<Link>)> {
     let mut open = bpf::prepare(filter)?;
-    let wanted = args.containers.wanted(args.common.json);
+    let wanted = args.containers.wanted(args.common.wants_cgroups());
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_segment = (args.extended || args.common.json).into();

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::io::{self, Write};
 use std::time::Duration;
 
+use memtools::export::metrics::{self, Family, Metrics};
 use memtools::print::clock::Clock;
 use memtools::print::errno;
 use memtools::print::flags;
@@ -48,6 +49,13 @@ const COMMANDS: [(u64, &str); 9] = [
     (14, "SHM_INFO"),
     (15, "SHM_STAT_ANY"),
 ];
+
+pub(crate) static CALLS: Family = Family {
+    name: "memtools_shared_memory_calls_total",
+    help: "Calls of shmget(2), shmat(2), shmdt(2) and shmctl(2), by task and result.",
+    labels: &["comm", "unit", "container", "call", "result"],
+    kind: metrics::Kind::Count,
+};
 
 /// Optional columns.
 #[derive(Debug, Clone, Copy)]
@@ -227,6 +235,17 @@ impl Row {
     }
 }
 
+impl Row {
+    /// Adds the call to its task's sums.
+    pub(crate) fn record_metrics(&self, metrics: &mut Metrics) {
+        let [unit, container] = container::labels(self.origin.cgroup_info.as_ref());
+        let call = self.call.name().to_lowercase();
+        let result = self.error.as_ref().map_or("success", |_| "error");
+        let labels = [self.origin.comm.as_str(), unit, container, &call, result];
+        metrics.add(&CALLS, &labels, 1);
+    }
+}
+
 impl output::Row for Row {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let columns = self.columns;
@@ -236,7 +255,8 @@ impl output::Row for Row {
         let origin = &self.origin;
         let id = if columns.tid { origin.tid } else { origin.pid };
         write!(out, "{id:<6} {:<16} ", origin.comm)?;
-        write!(out, "{}", container::column(origin.cgroup_info.as_ref()))?;
+        let cgroup_info = origin.cgroup_info.as_ref().filter(|_| columns.container);
+        write!(out, "{}", container::column(cgroup_info))?;
         write!(out, "{:>6} ", self.call.name())?;
         match (self.result, &self.error) {
             (Some(Hex(value)), _) => write!(out, "{value:>16x} ")?,

@@ -140,7 +140,7 @@ fn load(
 ) -> Result<Attached> {
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
     let mut open = bpf::prepare(filter)?;
-    let wanted = args.containers.wanted(args.common.json);
+    let wanted = args.containers.wanted(args.common.wants_cgroups());
     let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_latency = args.latency.into();

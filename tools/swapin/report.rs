@@ -33,7 +33,7 @@ pub(crate) struct Report<'a> {
 impl<'a> Report<'a> {
     pub(crate) fn new(args: &Args, skel: &'a Loaded, knows_zswap: bool) -> Self {
         let maps = &skel.maps;
-        let with_cgroups = args.containers.wanted(args.common.json);
+        let with_cgroups = args.containers.wanted(args.common.wants_cgroups());
         Self {
             counts: Counts::new(&maps.totals, &maps.totals_a, &maps.totals_b),
             cgroup_resolver: CgroupResolver::if_wanted(with_cgroups, &maps.cgroup_paths),

@@ -12,21 +12,21 @@ use serde::Serialize;
 pub(crate) static PAGES_IN: Family = Family {
     name: "memtools_swap_in_pages_total",
     help: "Pages swapped in, by the task that read them.",
-    labels: &["comm"],
+    labels: &["comm", "unit", "container"],
     kind: Kind::Count,
 };
 
 pub(crate) static PAGES_ZSWAP: Family = Family {
     name: "memtools_swap_in_zswap_pages_total",
     help: "Pages swapped in that zswap had in memory, compressed.",
-    labels: &["comm"],
+    labels: &["comm", "unit", "container"],
     kind: Kind::Count,
 };
 
 pub(crate) static PAGES_OUT: Family = Family {
     name: "memtools_swap_out_pages_total",
     help: "Pages written to swap, by the task that wrote them.",
-    labels: &["comm"],
+    labels: &["comm", "unit", "container"],
     kind: Kind::Count,
 };
 
@@ -86,7 +86,8 @@ pub(crate) struct Row<'a> {
 
 impl Row<'_> {
     pub(crate) fn record_metrics(&self, metrics: &mut Metrics) {
-        let labels = &[self.comm.as_str()];
+        let [unit, container] = container::labels(self.cgroup_info.as_ref());
+        let labels = &[self.comm.as_str(), unit, container];
         metrics.add(&PAGES_IN, labels, self.pages_in);
         for (family, pages) in [
             (&PAGES_ZSWAP, self.pages_zswap),
@@ -102,7 +103,8 @@ impl Row<'_> {
 impl output::Row for Row<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let mut line = format!("{:<16} {:<7} ", self.comm, self.pid);
-        line += &container::column(self.cgroup_info.as_ref());
+        let shown = self.cgroup_info.as_ref();
+        line += &container::column(shown.filter(|_| self.columns.container));
         line += &format!("{:<8}", self.pages_in);
         if self.columns.zswap {
             let pages = self.pages_zswap.map(|pages| pages.to_string());

@@ -108,7 +108,7 @@ fn process_plan(args: Args) -> Result<ProcessPlan, UsageError> {
 fn kernel_plan(args: Args) -> Result<KernelPlan, UsageError> {
     if args.kernel.by_cache {
         args.export
-            .expect("with --by-cache", &[FileFormat::Perfetto])?;
+            .expect("with --by-cache", &FileFormat::OF_SUMS)?;
         if args.serve.serve.is_some() {
             return usage("--serve is for reports by stack: leave --by-cache out");
         }

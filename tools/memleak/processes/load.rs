@@ -161,7 +161,7 @@ fn open<'target>(
     plan: &ProcessPlan,
 ) -> Result<Prepared<'target>> {
     let mut open = bpf::prepare(&target.filter, plan.memory.stack_capacity(), plan.unwind)?;
-    let wants_cgroups = plan.containers.wanted(plan.report.is_json());
+    let wants_cgroups = plan.wants_cgroups();
     let with_cgroups = container::prepare(wants_cgroups, &mut open.maps.cgroup_paths)?;
     let recording = &plan.recording;
     let options = open.options()?;
