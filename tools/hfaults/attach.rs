@@ -47,10 +47,16 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
             let start = move || load(args, filter, &form.programs(sizes, shared));
             Variant::new(form.name, start).needing(form.means)
         });
-        return attach::first_that_works(
+        let started = attach::first_that_works(
             args.common.verbose,
             attach::fentry_last_if_preemptible(variants.into()),
         );
+        return started.inspect_err(|_| {
+            eprintln!(
+                "hfaults: without --thp, faults on reserved huge pages are counted; thp_fault_alloc in /proc/vmstat counts \
+                 transparent huge pages of the whole machine"
+            );
+        });
     }
     let by_function = |kind: &'static str| {
         Variant::new(kind, move || {

@@ -78,10 +78,16 @@ pub(crate) fn start(
         });
         variant.needing(means)
     });
-    attach::first_that_works(
+    let started = attach::first_that_works(
         args.common.verbose,
         attach::fentry_last_if_preemptible(variants.into()),
-    )
+    );
+    started.inspect_err(|_| {
+        eprintln!(
+            "swapin: `faults --by-process -M` counts major faults, which include swap-ins; pswpin in /proc/vmstat counts \
+             the pages of the whole machine"
+        );
+    })
 }
 
 /// Functions that have had several names, by their names in this kernel; None if not wanted, or missing.
