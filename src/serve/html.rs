@@ -29,7 +29,7 @@ svg { color: #2a7; display: block }
   body { font-size: 12px; margin: .5rem auto; padding: 0 .5rem }
   tr { border-bottom: 1px solid #8884; display: block; padding: .3rem 0 }
   th, td { border: 0; display: inline-block; padding: 0 .8rem 0 0 }
-  td.s { display: block }
+  td.s { display: block; padding: 0; width: auto }
   .t { display: none }
 }
 ";

@@ -1,5 +1,6 @@
 //! Flame graphs and profiles, read by programs of other projects: `go tool pprof` and an XML parser.
 
+mod consumers;
 mod files;
 
 use std::collections::HashMap;
@@ -26,7 +27,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         faults_have_both_numbers [Once],
         mappings_have_both_numbers [Once],
     };
-    [own, files::tests()].into_iter().flatten().collect()
+    let parts = [own, consumers::tests(), files::tests()];
+    parts.into_iter().flatten().collect()
 }
 
 /// Folder of the files that a tool writes.

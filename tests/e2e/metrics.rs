@@ -70,6 +70,22 @@ fn read(file: &Path) -> Result<Vec<Sample>> {
     Ok(samples)
 }
 
+/// Fails unless promtool, which knows the conventions for names, finds nothing wrong with a file.
+fn promtool_accepts(file: &Path) -> Result<()> {
+    if harness::in_guest() {
+        return Ok(());
+    }
+    let promtool = concat!(env!("CARGO_MANIFEST_DIR"), "/target/promtool/promtool");
+    let mut promtool = Command::new(promtool);
+    promtool
+        .args(["check", "metrics"])
+        .stdin(fs::File::open(file)?);
+    let checked = promtool.output();
+    let checked = checked.context("no promtool, which scripts/promtool unpacks")?;
+    ensure!(checked.status.success(), "{checked:?}");
+    Ok(())
+}
+
 /// Parses `name{label="value",...} number`.
 fn sample(line: &str) -> Result<Sample> {
     let (series, value) = line.rsplit_once(' ').context("no value")?;
@@ -308,6 +324,7 @@ fn of_a_container(traced: &Traced, group: &Path, id: &str) -> Result<()> {
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(!ended.stdout.contains(&id[..12]), "{ended:?}");
+    promtool_accepts(&file)?;
     let samples = read(&file)?;
     let of_tasks = samples
         .iter()

@@ -26,6 +26,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_difference_is_what_came_meanwhile [Once],
         metrics_are_open_metrics [Once],
         the_page_shows_what_is_large_and_what_grows [Once],
+        the_page_is_drawn_by_a_browser [Host, Once],
         names_of_others_are_no_markup [Once],
         the_kernels_heap_is_served [Once],
     };
@@ -389,6 +390,39 @@ fn the_page_shows_what_is_large_and_what_grows() -> Result<()> {
         flame.header("content-type").starts_with("image/svg+xml"),
         "{flame:?}"
     );
+    serving.interrupt()?;
+    Ok(())
+}
+
+/// The pictures are kept in target/pictures, to be looked at.
+fn the_page_is_drawn_by_a_browser() -> Result<()> {
+    let mut program = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let serving = Serving::start(&["-p", &program.pid(), "-o", "0", "600"])?;
+    program.work()?;
+    // The page must not have the earlier report.
+    thread::sleep(Duration::from_millis(1500));
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/target/pictures");
+    fs::create_dir_all(folder)?;
+    let home = harness::scratch()?;
+    for (page, name) in [("/", "page"), ("/flame.svg", "flame")] {
+        for width in [1280_u32, 400] {
+            let picture = format!("{folder}/serve-{name}-{width}.png");
+            let drawn = Command::new("timeout")
+                .args(["60", "chromium", "--headless=new", "--no-sandbox"])
+                .args(["--disable-gpu", "--virtual-time-budget=5000"])
+                .arg(format!("--user-data-dir={}", home.path().display()))
+                .arg(format!("--window-size={width},900"))
+                .arg(format!("--screenshot={picture}"))
+                .arg(format!("http://{}{page}", serving.address))
+                .env("HOME", home.path())
+                .output()?;
+            ensure!(drawn.status.success(), "no chromium: {drawn:?}");
+            let picture = fs::read(picture)?;
+            // The width of a PNG is at byte 16.
+            let drawn = picture.get(16..20).context("no picture")?;
+            ensure!(drawn == width.to_be_bytes(), "{drawn:?}");
+        }
+    }
     serving.interrupt()?;
     Ok(())
 }

@@ -1,0 +1,81 @@
+//! Programs that read what the tools write, each compared with the workload's own numbers: flamegraph.pl, jq, DuckDB.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+
+use super::Files;
+use crate::harness::{self, Tool, Workload};
+
+/// Calls that grow the heap by a page, that shrink it by as much, and that ask for its end.
+const CALLS: [&str; 3] = ["23", "7", "5"];
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+
+pub(super) fn tests() -> Vec<Trial> {
+    harness::tests! { "export::consumers":
+        flamegraph_pl_draws_the_same_sums [Host, Once],
+        lines_are_added_up_by_jq_and_duckdb [Host, Once],
+    }
+}
+
+/// Traces the workload's calls of brk(2), with these options.
+fn trace(options: &[&str]) -> Result<()> {
+    let mut program = Workload::start("brk", &CALLS)?;
+    let pid = program.pid();
+    let mut tool = Tool::start("brkstack", &[&["-p", &pid], options].concat())?;
+    tool.wait_for_stderr("tracing brk(2)")?;
+    program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok(())
+}
+
+/// Runs a reader, and returns what it prints.
+fn read(reader: &mut Command) -> Result<String> {
+    let read = reader.output().context("the reader is not installed")?;
+    ensure!(read.status.success(), "{read:?}");
+    Ok(String::from_utf8(read.stdout)?)
+}
+
+fn flamegraph_pl_draws_the_same_sums() -> Result<()> {
+    let files = Files::new()?;
+    let folded = files.path("a.folded")?;
+    trace(&["--export", &folded])?;
+    let program = "/usr/share/perl5/Devel/NYTProf/flamegraph.pl";
+    let image = read(Command::new("perl").arg(program).arg(&folded))?;
+    for title in [
+        "grow_heap (23 samples, ",
+        "shrink_heap (7 samples, ",
+        "ask_heap (5 samples, ",
+        "all (35 samples, 100%)",
+    ] {
+        ensure!(image.contains(title), "no {title} in {image}");
+    }
+    Ok(())
+}
+
+/// The growth of 23 pages, and their shrinkage by 7.
+fn lines_are_added_up_by_jq_and_duckdb() -> Result<()> {
+    let files = Files::new()?;
+    let lines = files.path("a.ndjson")?;
+    trace(&["--events", "-j", "-o", &lines])?;
+    let expected = "brkstack 35 65536";
+    let filter =
+        r#"map(select(.type == "call")) | "\(.[0].tool) \(length) \(map(.growth_bytes) | add)""#;
+    let summed = read(Command::new("jq").args(["-rs", filter, &lines]))?;
+    ensure!(summed.trim_end() == expected, "jq: {summed}");
+    let query = "import duckdb, sys; print(*duckdb.sql(\"SELECT tool, count(*), sum(growth_bytes)::BIGINT \
+         FROM read_json(?, format = 'newline_delimited', union_by_name = true) \
+         WHERE type = 'call' GROUP BY tool\", params=[sys.argv[1]]).fetchone())";
+    let mut duckdb = Command::new("/usr/bin/python3");
+    duckdb
+        .args(["-c", query, &lines])
+        .env("PYTHONPATH", Path::new(ROOT).join("target/duckdb"));
+    let summed = read(&mut duckdb)?;
+    let text = fs::read_to_string(&lines)?;
+    ensure!(summed.trim_end() == expected, "duckdb: {summed} of {text}");
+    Ok(())
+}
