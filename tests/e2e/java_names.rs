@@ -260,7 +260,8 @@ fn a_virtual_machine_in_a_container_is_asked() -> Result<()> {
 
 /// Checks that, once a map was requested, the workload's functions have the names of the map that has replaced it.
 fn expect_renamed(mut workload: Workload, pid: &str, traces: &Traces) -> Result<()> {
-    let tool = trace(pid, &["--java-names"])?;
+    // One report: an earlier one has the names of an earlier map.
+    let tool = trace(pid, &["--java-names", "3600"])?;
     traces.wait_for_map()?;
     workload.work()?;
     traces.ask_again()?;
@@ -283,7 +284,11 @@ fn expect_renamed(mut workload: Workload, pid: &str, traces: &Traces) -> Result<
         let Some((.., name)) = there.next_back() else {
             continue;
         };
-        ensure!(frame["symbol"] == *name, "{name} is in the map: {frame}");
+        ensure!(
+            frame["symbol"] == *name,
+            "{name} is in the map: {frame}; {}",
+            ended.stderr
+        );
         compared += usize::from(name.contains(" Renamed"));
     }
     ensure!(compared > 100, "{compared} frames: {}", ended.stderr);

@@ -76,7 +76,8 @@ static void *map_elsewhere(void *library)
 
 		if (code == MAP_FAILED)
 			die("cannot map it: %s", strerror(errno));
-		usleep(100);
+		/* Often enough to be the last, and not more than the tools can follow on a busy machine. */
+		usleep(1000);
 		munmap(code, PAGE);
 	}
 	return NULL;
