@@ -76,7 +76,7 @@ static void *map_elsewhere(void *library)
 
 		if (code == MAP_FAILED)
 			die("cannot map it: %s", strerror(errno));
-		/* Often enough to be the last, and not more than the tools can follow on a busy machine. */
+		/* Often enough to be the last, and not too often for a tool on a busy machine. */
 		usleep(1000);
 		munmap(code, PAGE);
 	}
