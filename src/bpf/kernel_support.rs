@@ -57,7 +57,7 @@ pub fn preflight_uprobes() -> Result<()> {
 /// If tracepoints cannot be found. The message names the remedy.
 pub fn preflight_tracepoints() -> Result<()> {
     let usual = TRACEFS[0];
-    let looks = TRACEFS.map(|folder| fs::metadata(format!("{folder}/events")));
+    let looks = TRACEFS.map(read_an_id);
     if looks.iter().any(Result::is_ok) {
         return Ok(());
     }
@@ -79,6 +79,18 @@ pub fn preflight_tracepoints() -> Result<()> {
     .with_context(|| {
         format!("tracepoints are not to be found; as root: mount -t tracefs tracefs {usual}")
     })
+}
+
+/// Checks that ids of tracepoints can be read in this mount of tracefs. Some kernels permit every user to list
+/// tracepoints, and not to read their ids.
+fn read_an_id(folder: &str) -> io::Result<()> {
+    let events = format!("{folder}/events");
+    fs::metadata(&events)?;
+    match File::open(format!("{events}/sched/sched_process_exit/id")) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(error),
+        // Another error shows nothing about other tracepoints.
+        _ => Ok(()),
+    }
 }
 
 /// Whether the kernel is built with kprobes.

@@ -195,7 +195,8 @@ fn time_is_that_of_the_place() -> Result<()> {
 /// Returns a command by which the user nobody runs a program with these capabilities.
 pub(crate) fn by_nobody(capabilities: &str, program: &Path) -> Command {
     let mut command = Command::new("setpriv");
-    command.args(["--reuid", "65534", "--clear-groups"]);
+    // The ids of tracepoints are readable for the group root.
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
     for set in ["--inh-caps", "--ambient-caps", "--bounding-set"] {
         command.arg(format!("{set}=-all{capabilities}"));
     }
