@@ -38,6 +38,7 @@ use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Wake;
 use memtools::run::priority;
 use memtools::run::privileges;
+use memtools::run::target::warn_if_interval_is_pid;
 use memtools::serve::server::Server;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::KernelNames;
@@ -59,6 +60,7 @@ pub(crate) fn run(plan: &KernelPlan) -> Result<ExitCode> {
     let difference = plan.outputs.difference(&plan.report.subject)?;
     let listener = plan.outputs.serve.listen()?;
     let (mut poller, output) = plan.outputs.start(&plan.report)?;
+    warn_if_interval_is_pid(plan.report.given_interval, &plan.filter.pid);
     privileges::keep_tracing_and(&[])?;
     let filter = plan.filter.resolve(None, TaskKind::All)?;
     check_cache(plan.cache.as_deref())?;

@@ -24,7 +24,6 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use memtools::run::cli::{self, Moved};
-use memtools::run::target::warn_if_interval_is_pid;
 
 use crate::args::Args;
 use crate::plan::Plan;
@@ -53,7 +52,6 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    warn_if_interval_is_pid(args.interval, &args.pid);
     match Plan::of(args)? {
         Plan::Processes(plan) => processes::run(&plan, None),
         Plan::Judged(plan, verdict) => processes::run(&plan, Some(&verdict)),

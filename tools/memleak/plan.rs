@@ -224,6 +224,8 @@ impl MemorySettings {
 pub(crate) struct ReportSettings {
     /// Time between reports.
     pub(crate) interval: Duration,
+    /// Time between reports as the command line has it, if it does.
+    pub(crate) given_interval: Option<Duration>,
     /// Number of reports. None if there is no limit.
     pub(crate) count: Option<u64>,
     pub(crate) format: Format,

@@ -69,6 +69,7 @@ use memtools::process::uprobes;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Wake;
 use memtools::run::priority;
+use memtools::run::target::warn_if_interval_is_pid;
 use memtools::serve::server::Server;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
@@ -90,6 +91,7 @@ pub(crate) fn run(plan: &ProcessPlan, verdict: Option<&VerdictSettings>) -> Resu
     let difference = plan.outputs.difference(&plan.report.subject)?;
     let listener = plan.outputs.serve.listen()?;
     let (mut poller, output) = plan.outputs.start(&plan.report)?;
+    warn_if_interval_is_pid(plan.report.given_interval, &plan.target.filter.pid);
     // With a command, no thread is started here: no other thread may hold a lock when the command is forked.
     if plan.target.command.is_none() {
         bpf::prefetch_kernel_types();

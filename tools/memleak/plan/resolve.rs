@@ -199,6 +199,7 @@ fn report(args: &Args, recording: &Recording) -> ReportSettings {
     };
     ReportSettings {
         interval: args.interval.unwrap_or(DEFAULT_INTERVAL),
+        given_interval: args.interval,
         count: args.count,
         format: args.format(),
         view,
