@@ -53,11 +53,7 @@ memtools::skeleton!("memleak_kernel", MemleakKernelSkelBuilder, stacks: kernel, 
 pub(crate) fn run(plan: &KernelPlan) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(plan.verbose);
-    let exports = (
-        plan.outputs.exports()?,
-        plan.outputs.metrics(plan.report.view)?,
-    );
-    let difference = plan.outputs.difference(&plan.report.subject)?;
+    let files = plan.outputs.files(&plan.report)?;
     let listener = plan.outputs.serve.listen()?;
     let (mut poller, output) = plan.outputs.start(&plan.report)?;
     warn_if_interval_is_pid(plan.report.given_interval, &plan.filter.pid);
@@ -85,7 +81,7 @@ pub(crate) fn run(plan: &KernelPlan) -> Result<ExitCode> {
         look_at: Instant::now(),
         loses: false,
     };
-    let mut reporter = Reporter::new(kernel, &plan.report, output, exports, difference);
+    let mut reporter = Reporter::new(kernel, &plan.report, output, files);
 
     poller.watch(&table_requests);
     if let Some(server) = &server {

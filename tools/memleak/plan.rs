@@ -286,6 +286,14 @@ impl ReportSettings {
     }
 }
 
+/// Files of a run besides its output.
+pub(crate) struct Files {
+    pub(crate) exports: Exports,
+    pub(crate) metrics: Metrics,
+    /// Comparison with an earlier profile.
+    pub(crate) difference: Option<Difference>,
+}
+
 /// Files and addresses that reports go to.
 #[derive(Debug)]
 pub(crate) struct OutputSettings {
@@ -307,36 +315,26 @@ impl OutputSettings {
         cli::start(report.format, self.file.as_deref())
     }
 
-    /// Prepares the files that reports are written into.
+    /// Prepares the files that reports are written into, and reads the earlier profile, which has to have the values
+    /// of these reports.
     ///
     /// # Errors
-    /// If a file cannot be written to.
-    pub(crate) fn exports(&self) -> Result<Exports> {
+    /// If a file cannot be written to, or if the earlier profile cannot be read, or has other values.
+    pub(crate) fn files(&self, report: &ReportSettings) -> Result<Files> {
         let earlier = self.earlier.as_deref();
         let exports = self.export.prepare(earlier, self.target.clone())?;
-        Ok(match self.export.sole(FileFormat::Perfetto)? {
+        let exports = match self.export.sole(FileFormat::Perfetto)? {
             Some(path) => exports.with(Heaps::create(path, message::tool())?),
             None => exports,
+        };
+        let families = metrics::families(report.view);
+        let values = &report.subject.values;
+        let difference = earlier.map(|path| Difference::read(path, values, self.permitted_growth));
+        Ok(Files {
+            exports,
+            metrics: self.export.metrics(&families, &self.target)?,
+            difference: difference.transpose()?,
         })
-    }
-
-    /// Prepares the file of a view's metrics.
-    ///
-    /// # Errors
-    /// See [`ExportArgs::metrics`].
-    pub(crate) fn metrics(&self, view: View) -> Result<Metrics> {
-        self.export.metrics(&metrics::families(view), &self.target)
-    }
-
-    /// Reads the earlier profile, if there is one to compare with. Its values have to be those of `subject`.
-    ///
-    /// # Errors
-    /// If the profile cannot be read, or has other values.
-    pub(crate) fn difference(&self, subject: &ProfileInfo) -> Result<Option<Difference>> {
-        let earlier = self.earlier.as_deref();
-        let read =
-            earlier.map(|path| Difference::read(path, &subject.values, self.permitted_growth));
-        read.transpose()
     }
 
     /// Whether anything is made of reports that always has source lines, such as a profile.

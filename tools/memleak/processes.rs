@@ -84,11 +84,7 @@ pub(crate) fn run(plan: &ProcessPlan, verdict: Option<&VerdictSettings>) -> Resu
     uprobes::expect_free_locks()?;
     attach::capture_log(plan.verbose);
     let mut wanted = verdict.map_or(Ok(VerdictInputs::default()), VerdictInputs::read)?;
-    let exports = (
-        plan.outputs.exports()?,
-        plan.outputs.metrics(plan.report.view)?,
-    );
-    let difference = plan.outputs.difference(&plan.report.subject)?;
+    let files = plan.outputs.files(&plan.report)?;
     let listener = plan.outputs.serve.listen()?;
     let (mut poller, output) = plan.outputs.start(&plan.report)?;
     warn_if_interval_is_pid(plan.report.given_interval, &plan.target.filter.pid);
@@ -115,7 +111,7 @@ pub(crate) fn run(plan: &ProcessPlan, verdict: Option<&VerdictSettings>) -> Resu
     }
     let upkeep = Upkeep::new(&attached, &target, plan, links)?;
     let processes = Processes::new(upkeep, &rings, symbolizer)?;
-    let mut reporter = Reporter::new(processes, &plan.report, output, exports, difference);
+    let mut reporter = Reporter::new(processes, &plan.report, output, files);
     // Readers of stderr take these lines as the sign that the trace has begun.
     for object in target.files() {
         eprintln!("memleak: {} ({})", object.found(), attached.how);

@@ -4,9 +4,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::Result;
-use memtools::export::files::Exports;
 use memtools::export::folded::Folded;
-use memtools::export::metrics::Metrics;
 use memtools::export::profile::{Profile, Sample};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
@@ -19,7 +17,7 @@ use memtools::serve::trend::Trends;
 
 use crate::difference::{self, Difference};
 use crate::metrics;
-use crate::plan::ReportSettings;
+use crate::plan::{Files, ReportSettings};
 use crate::rows::{self, Amount, Groups, Head};
 use crate::sampling;
 use crate::serve::{self, Numbers};
@@ -36,9 +34,7 @@ pub(crate) struct Reporter<'a, S> {
     trends: Trends,
     clock: Clock,
     pub(crate) output: Output,
-    exports: Exports,
-    metrics: Metrics,
-    difference: Option<Difference>,
+    files: Files,
 }
 
 impl<'a, S: Source> Reporter<'a, S> {
@@ -47,10 +43,9 @@ impl<'a, S: Source> Reporter<'a, S> {
         source: S,
         settings: &'a ReportSettings,
         output: Output,
-        (mut exports, metrics): (Exports, Metrics),
-        difference: Option<Difference>,
+        mut files: Files,
     ) -> Self {
-        exports.begin();
+        files.exports.begin();
         Self {
             source,
             settings,
@@ -58,9 +53,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             trends: Trends::default(),
             clock: Clock::new(),
             output,
-            exports,
-            metrics,
-            difference,
+            files,
         }
     }
 
@@ -101,9 +94,9 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// Ends the exported files. Returns the exit status: the command's, if there is a command, or that of a failure, if
     /// there are leaks that --fail-on forbids, or more growth than it permits.
     pub(crate) fn finish(self, command: Option<u8>, has_forbidden_leaks: bool) -> Result<ExitCode> {
-        self.exports.finish()?;
-        self.metrics.finish()?;
-        let difference = self.difference.as_ref();
+        self.files.exports.finish()?;
+        self.files.metrics.finish()?;
+        let difference = self.files.difference.as_ref();
         let has_grown = difference.is_some_and(Difference::is_too_much);
         Ok(difference::status_if(
             has_forbidden_leaks || has_grown,
@@ -239,12 +232,12 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// Writes all stacks into the files that options name, and prints the difference from an earlier run. With --mode
     /// alloc and churn, these are all allocations since the start.
     fn export(&mut self, totals: &Totals) -> Result<()> {
-        if !self.exports.is_enabled() && self.difference.is_none() {
+        if !self.files.exports.is_enabled() && self.files.difference.is_none() {
             return Ok(());
         }
         let profile = self.profile(totals)?;
-        self.exports.write_profile(&profile);
-        let Some(difference) = &mut self.difference else {
+        self.files.exports.write_profile(&profile);
+        let Some(difference) = &mut self.files.difference else {
             return Ok(());
         };
         difference.print(&profile, self.settings.top, &mut self.output)
@@ -252,21 +245,23 @@ impl<'a, S: Source> Reporter<'a, S> {
 
     /// Replaces the sums of each process in the file of metrics, if there is one.
     fn record_metrics(&mut self, totals: &Totals) -> Result<()> {
-        if !self.metrics.is_enabled() {
+        if !self.files.metrics.is_enabled() {
             return Ok(());
         }
         let [bytes, allocations] = metrics::families(self.settings.view);
-        self.metrics.reset(bytes);
-        self.metrics.reset(allocations);
+        self.files.metrics.reset(bytes);
+        self.files.metrics.reset(allocations);
         for (pid, total) in sums::by_process(totals) {
             let name = self.source.process_name(pid).unwrap_or_default();
             let [unit, container] = container::labels(name.cgroup_info.as_ref());
             let labels = [name.comm.as_str(), unit, container];
-            self.metrics.add(bytes, &labels, total.bytes);
-            self.metrics.add(allocations, &labels, total.allocations);
+            self.files.metrics.add(bytes, &labels, total.bytes);
+            self.files
+                .metrics
+                .add(allocations, &labels, total.allocations);
         }
-        self.source.losses()?.measure(&mut self.metrics);
-        self.metrics.write_if_due();
+        self.source.losses()?.measure(&mut self.files.metrics);
+        self.files.metrics.write_if_due();
         Ok(())
     }
 
@@ -278,7 +273,10 @@ impl<'a, S: Source> Reporter<'a, S> {
             Ok(total.sample(self.source.symbolize(key)?))
         });
         let samples: Vec<Sample> = samples.collect::<Result<_>>()?;
-        Ok(self.exports.profile(self.settings.subject.clone(), samples))
+        Ok(self
+            .files
+            .exports
+            .profile(self.settings.subject.clone(), samples))
     }
 
     /// Makes a report of this moment for clients of --serve, with all stacks, as --export would write them. Such a
