@@ -315,7 +315,7 @@ struct ProcessFaults<'a> {
 impl Row for ProcessFaults<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let sum = self.faults.or(self.bytes).unwrap_or_default();
-        let column = container::column(self.container.then_some(&self.cgroup_info));
+        let column = container::column(Some(&self.cgroup_info), self.container);
         writeln!(out, "{:<7} {:<16} {column}{sum}", self.pid, self.comm)
     }
 }

@@ -129,10 +129,11 @@ fn container_of(path: &str) -> Option<&str> {
     path.rsplit('/').find_map(cgroup::container_id)
 }
 
-/// Formats the column CONTAINER of a row, with the blank after it; empty if the column is not requested. If a name is
+/// Formats the column CONTAINER of a row, with the blank after it; empty if the column is not shown. If a name is
 /// wider than the column, its middle is omitted, because its end may distinguish it from other names. The width is
 /// fixed, because rows are printed one by one. `--cgroup` accepts the name as it is shown.
-pub fn column(cgroup_info: Option<&CgroupInfo>) -> String {
+pub fn column(cgroup_info: Option<&CgroupInfo>, is_shown: bool) -> String {
+    let cgroup_info = cgroup_info.filter(|_| is_shown);
     cgroup_info.map_or_else(String::new, |cgroup_info| cell(&cgroup_info.name()))
 }
 
@@ -321,12 +322,12 @@ mod tests {
     #[test]
     fn the_column_is_as_wide_as_its_name() {
         let cgroup_info = CgroupInfo::at(Some("/db.service".into()));
-        assert_eq!(column(Some(&cgroup_info)), "db               ");
+        assert_eq!(column(Some(&cgroup_info), true), "db               ");
         assert_eq!(header(true), "CONTAINER        ");
         assert_eq!(empty_column(true), " ".repeat(17));
         assert_eq!(
             [
-                column(None),
+                column(None, true),
                 inside(None),
                 header(false),
                 empty_column(false)
@@ -364,7 +365,7 @@ mod tests {
             ("ååååååååååååååååå", "åååååååå…ååååååå "),
         ] {
             let cgroup_info = CgroupInfo::at(Some(format!("/user.slice/{folder}")));
-            assert_eq!(column(Some(&cgroup_info)), shown);
+            assert_eq!(column(Some(&cgroup_info), true), shown);
             let whole = folder.strip_suffix(".service").unwrap_or(folder);
             assert_eq!(inside(Some(&cgroup_info)), format!(" in {whole}"));
             assert_eq!(shown.chars().count(), header(true).len());

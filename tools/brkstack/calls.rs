@@ -210,7 +210,7 @@ impl Row for Call {
             clock::time_of_day(&self.origin.time),
             self.origin.pid,
             self.origin.comm,
-            container::column(self.origin.cgroup_info.as_ref().filter(|_| self.container)),
+            container::column(self.origin.cgroup_info.as_ref(), self.container),
             self.old,
             self.new,
             self.growth_bytes

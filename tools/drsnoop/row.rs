@@ -124,8 +124,8 @@ impl output::Row for Row {
         let milliseconds = self.latency_ns as f64 / 1e6;
         let pages = self.reclaimed_pages;
         write!(out, "{name:<14} {id:<6} ")?;
-        let cgroup_info = origin.cgroup_info.as_ref().filter(|_| columns.container);
-        write!(out, "{}", container::column(cgroup_info))?;
+        let column = container::column(origin.cgroup_info.as_ref(), columns.container);
+        write!(out, "{column}")?;
         write!(out, "{milliseconds:>8.2} {pages:>5}")?;
         if columns.free {
             match self.free_kb {

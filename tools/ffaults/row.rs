@@ -94,12 +94,8 @@ impl<'a> FileFaults<'a> {
 impl Row for FileFaults<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         if let (Some(pid), Some(comm)) = (self.pid, &self.comm) {
-            let cgroup_info = self.cgroup_info.as_ref().filter(|_| self.columns.container);
-            write!(
-                out,
-                "{pid:<7} {comm:<16} {}",
-                container::column(cgroup_info)
-            )?;
+            let column = container::column(self.cgroup_info.as_ref(), self.columns.container);
+            write!(out, "{pid:<7} {comm:<16} {column}")?;
         }
         write!(
             out,

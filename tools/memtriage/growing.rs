@@ -159,7 +159,7 @@ impl Row for Growing {
         let growth = change(self.growth_bytes.try_into().unwrap_or(i64::MAX));
         let seconds = self.seconds.round();
         let column = match &self.cgroup_info {
-            Some(cgroup_info) => container::column(Some(cgroup_info).filter(|_| self.container)),
+            Some(cgroup_info) => container::column(Some(cgroup_info), self.container),
             None => container::empty_column(self.container),
         };
         writeln!(

@@ -197,7 +197,7 @@ impl Row for HolderRow<'_> {
             out,
             "{:<48} {}{:>9} {:>8} {:>9}",
             self.name,
-            container::column(self.cgroup_info.as_ref().filter(|_| self.container)),
+            container::column(self.cgroup_info.as_ref(), self.container),
             self.objects
                 .map_or("-".into(), |objects| objects.to_string()),
             size(self.bytes),

@@ -245,7 +245,7 @@ impl Row for ProcessRow<'_> {
             "{:<7} {:<16} {}{:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
             self.pid,
             self.comm,
-            container::column(self.cgroup_info.filter(|_| self.container)),
+            container::column(self.cgroup_info, self.container),
             self.pss_bytes.map_or("-".into(), size),
             size(self.anon_bytes),
             size(self.file_bytes),

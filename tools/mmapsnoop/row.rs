@@ -255,12 +255,7 @@ impl output::Row for Row {
         write!(
             out,
             "{}",
-            container::column(
-                self.origin
-                    .cgroup_info
-                    .as_ref()
-                    .filter(|_| self.columns.container)
-            )
+            container::column(self.origin.cgroup_info.as_ref(), self.columns.container)
         )?;
         if self.columns.call {
             write!(out, "{:<6} {:<14} ", self.call, self.address)?;

@@ -255,8 +255,8 @@ impl output::Row for Row {
         let origin = &self.origin;
         let id = if columns.tid { origin.tid } else { origin.pid };
         write!(out, "{id:<6} {:<16} ", origin.comm)?;
-        let cgroup_info = origin.cgroup_info.as_ref().filter(|_| columns.container);
-        write!(out, "{}", container::column(cgroup_info))?;
+        let column = container::column(origin.cgroup_info.as_ref(), columns.container);
+        write!(out, "{column}")?;
         write!(out, "{:>6} ", self.call.name())?;
         match (self.result, &self.error) {
             (Some(Hex(value)), _) => write!(out, "{value:>16x} ")?,

@@ -103,8 +103,7 @@ impl Row<'_> {
 impl output::Row for Row<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let mut line = format!("{:<16} {:<7} ", self.comm, self.pid);
-        let shown = self.cgroup_info.as_ref();
-        line += &container::column(shown.filter(|_| self.columns.container));
+        line += &container::column(self.cgroup_info.as_ref(), self.columns.container);
         line += &format!("{:<8}", self.pages_in);
         if self.columns.zswap {
             let pages = self.pages_zswap.map(|pages| pages.to_string());

@@ -251,7 +251,7 @@ impl Row for Compaction {
             clock::time_of_day(&self.origin.time),
             self.origin.comm,
             self.origin.pid,
-            container::column(self.origin.cgroup_info.as_ref().filter(|_| self.container)),
+            container::column(self.origin.cgroup_info.as_ref(), self.container),
             self.node,
             self.zone,
             self.order,

@@ -243,7 +243,7 @@ impl Row for Cgroup {
         writeln!(
             out,
             "{}{:<24} {}",
-            container::column(self.cgroup_info.as_ref()),
+            container::column(self.cgroup_info.as_ref(), true),
             name(&self.path, Some(self.id)),
             name(&self.limited, self.limited_id)
         )
