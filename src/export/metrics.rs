@@ -257,7 +257,7 @@ impl Metrics {
         }
     }
 
-    /// Forgets the current numbers of a family, before those of a new report are added. Series stay, with the number 0.
+    /// Sets all series of a family to 0, before the numbers of a new report are added.
     pub fn reset(&mut self, family: &'static Family) {
         let series = self.of(family).series.values_mut();
         series.for_each(|amount| amount.sum = 0);

@@ -240,7 +240,7 @@ const TRACED: [Traced; 6] = [
         options: &[],
         ready: "tracing shmget(2)",
         workload: &["shm", "101"],
-        // Five calls in each round, and those of the workload's beginning and end.
+        // Five calls in each round, and 15 at the beginning and the end of the workload.
         expected: &[("memtools_shared_memory_calls_total", 101 * 5 + 15)],
     },
     Traced {

@@ -18,7 +18,7 @@ pub(crate) struct KernelArgs {
     #[arg(short, long, help_heading = "Target (default: the kernel)", value_name = "WHAT", num_args = 0.., require_equals = true, value_delimiter = ',', value_enum, hide_possible_values = true)]
     pub(crate) kernel: Option<Vec<Memory>>,
 
-    /// The same as --kernel=percpu
+    /// Trace per-CPU allocations of the kernel: --kernel=percpu
     #[arg(hide_short_help = true, short = 'P', long)]
     pub(crate) percpu: bool,
 
