@@ -257,9 +257,12 @@ impl Metrics {
         }
     }
 
-    /// Sets all series of a family to 0, before the numbers of a new report are added.
+    /// Sets all series of a gauge to 0, before the numbers of a new report are added. Numbers of reports that came too
+    /// soon after one another to be written are dropped.
     pub fn reset(&mut self, family: &'static Family) {
-        let series = self.of(family).series.values_mut();
+        let kept = self.of(family);
+        kept.pending.clear();
+        let series = kept.series.values_mut();
         series.for_each(|amount| amount.sum = 0);
     }
 
@@ -476,13 +479,17 @@ mod tests {
             metrics.add(&LIVE, &["a"], 7);
             metrics.add(&LIVE, &["b"], 7);
             metrics.write();
-            metrics.reset(&LIVE);
-            metrics.add(&LIVE, &["a"], 5);
+            for report in [11, 5] {
+                metrics.reset(&LIVE);
+                metrics.add(&LIVE, &["a"], report);
+                metrics.add(&LIVE, &["c"], report);
+            }
         });
         for line in [
             "# TYPE x_live_bytes gauge",
             "x_live_bytes{comm=\"a\",target=\"pid 7\"} 5",
             "x_live_bytes{comm=\"b\",target=\"pid 7\"} 0",
+            "x_live_bytes{comm=\"c\",target=\"pid 7\"} 5",
         ] {
             assert!(text.contains(line), "{line} in {text}");
         }

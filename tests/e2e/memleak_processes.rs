@@ -424,6 +424,11 @@ fn what_children_left_when_they_exited_is_shown_once() -> Result<()> {
     let last = objects.iter().rfind(|row| row["type"] == "report");
     let last = last.context("no report")?;
     ensure!(last["allocations"] == 0, "{last}");
+
+    let args = ["--children", "--folded", "-o", "0"];
+    let ended = memleak::trace("lives", &["leave", "101", "97", "7"], &args)?;
+    let note = "exited processes left 68.6 kB in 707 blocks, which are not in the folded stacks";
+    ensure!(ended.stderr.contains(note), "{ended:?}");
     Ok(())
 }
 

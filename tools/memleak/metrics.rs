@@ -1,8 +1,10 @@
 //! Sums of each process for `--export FILE.prom`. They have the names of the metrics of `--serve`.
 
+use std::collections::HashMap;
+
 use memtools::export::metrics::{Family, Kind};
 
-use crate::sums::View;
+use crate::sums::{Total, View};
 
 const LABELS: &[&str] = &["comm", "unit", "container"];
 
@@ -72,4 +74,48 @@ pub(crate) fn families(view: View) -> [&'static Family; 2] {
         View::Churned => &CHURNED,
     };
     families.each_ref()
+}
+
+/// Sums of each process at the last report, from which counters go on. A process that takes another name, or a PID that
+/// is used again, moves nothing from one series to another: no counter falls.
+#[derive(Debug, Default)]
+pub(crate) struct CountedSums(HashMap<u32, Total>);
+
+impl CountedSums {
+    /// Returns what each process has allocated since the last report, by the sums since the start.
+    pub(crate) fn added(&mut self, sums: HashMap<u32, Total>) -> HashMap<u32, Total> {
+        let added = sums.iter().map(|(&pid, now)| {
+            let before = self.0.get(&pid).copied().unwrap_or_default();
+            let added = Total {
+                bytes: now.bytes.saturating_sub(before.bytes),
+                allocations: now.allocations.saturating_sub(before.allocations),
+                ..Total::default()
+            };
+            (pid, added)
+        });
+        let added = added.collect();
+        self.0 = sums;
+        added
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_counter_keeps_what_an_earlier_name_had() {
+        let sums = |bytes, allocations| {
+            let total = Total {
+                bytes,
+                allocations,
+                ..Total::default()
+            };
+            HashMap::from([(7, total)])
+        };
+        let mut counted = CountedSums::default();
+        assert_eq!(counted.added(sums(31 * 4093, 31)), sums(31 * 4093, 31));
+        assert_eq!(counted.added(sums(31 * 4093 + 89, 32)), sums(89, 1));
+        assert_eq!(counted.added(sums(31 * 4093 + 89, 32)), sums(0, 0));
+    }
 }

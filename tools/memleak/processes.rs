@@ -389,7 +389,9 @@ impl Source for Processes<'_> {
         if losses.stacks > 0 {
             eprintln!("memleak: stacks were lost: {MORE_STACKS}");
         }
-        if let Some(rest) = self.exited_totals.rest()
+        if self.plan.report.is_folded() && self.sets_exited_apart() {
+            self.tell_what_exited_left();
+        } else if let Some(rest) = self.exited_totals.rest()
             && !self.sets_exited_apart()
         {
             eprintln!(
@@ -464,6 +466,23 @@ impl<'a> Processes<'a> {
         self.report_programs_of_children();
         self.symbolizer.report_losses();
         Ok(harm)
+    }
+
+    /// Prints the sum of what exited processes have left on stderr, as folded stacks have no line for it.
+    fn tell_what_exited_left(&self) {
+        let apart = Sum::of(self.exited_totals.totals()).total;
+        let rest = self.exited_totals.rest().unwrap_or_default();
+        let blocks = apart.allocations + rest.allocations;
+        if blocks > 0 {
+            let (bytes, blocks) = (
+                text::bytes(apart.bytes + rest.bytes),
+                text::count_with_noun(blocks, "block"),
+            );
+            eprintln!(
+                "memleak: exited processes left {bytes} in {blocks}, which are not in the folded stacks: text and JSON \
+                 show them"
+            );
+        }
     }
 
     /// Whether what exited processes have left is reported once, apart from the sums of what is live. In the trace of a

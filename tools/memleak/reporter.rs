@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use memtools::export::folded::Folded;
+use memtools::export::metrics::Kind;
 use memtools::export::profile::{Profile, Sample};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
@@ -16,7 +17,7 @@ use memtools::serve::server::Server;
 use memtools::serve::trend::Trends;
 
 use crate::difference::{self, Difference};
-use crate::metrics;
+use crate::metrics::{self, CountedSums};
 use crate::plan::{Files, ReportSettings};
 use crate::rows::{self, Amount, Groups, Head};
 use crate::sampling;
@@ -30,6 +31,7 @@ pub(crate) struct Reporter<'a, S> {
     pub(crate) source: S,
     settings: &'a ReportSettings,
     history: History,
+    counted: CountedSums,
     /// Growth of stacks over time, for clients of --serve.
     trends: Trends,
     clock: Clock,
@@ -50,6 +52,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             source,
             settings,
             history: History::default(),
+            counted: CountedSums::default(),
             trends: Trends::default(),
             clock: Clock::new(),
             output,
@@ -243,15 +246,20 @@ impl<'a, S: Source> Reporter<'a, S> {
         difference.print(&profile, self.settings.top, &mut self.output)
     }
 
-    /// Replaces the sums of each process in the file of metrics, if there is one.
+    /// Adds the sums of each process to the file of metrics, if there is one, or replaces them if they can fall.
     fn record_metrics(&mut self, totals: &Totals) -> Result<()> {
         if !self.files.metrics.is_enabled() {
             return Ok(());
         }
         let [bytes, allocations] = metrics::families(self.settings.view);
-        self.files.metrics.reset(bytes);
-        self.files.metrics.reset(allocations);
-        for (pid, total) in sums::by_process(totals) {
+        let mut sums = sums::by_process(totals);
+        if bytes.kind == Kind::Count {
+            sums = self.counted.added(sums);
+        } else {
+            self.files.metrics.reset(bytes);
+            self.files.metrics.reset(allocations);
+        }
+        for (pid, total) in sums {
             let name = self.source.process_name(pid).unwrap_or_default();
             let [unit, container] = container::labels(name.cgroup_info.as_ref());
             let labels = [name.comm.as_str(), unit, container];
