@@ -227,7 +227,7 @@ int process_shares(struct bpf_raw_tracepoint_args *ctx)
 
 	if (BPF_CORE_READ(child, mm) == BPF_CORE_READ(parent, mm) &&
 	    BPF_CORE_READ(child, signal) != BPF_CORE_READ(parent, signal) && filter_wants(&ids))
-		shared_memory_ns = bpf_ktime_get_ns();
+		unseen_call_ns = bpf_ktime_get_ns();
 	return 0;
 }
 
@@ -254,6 +254,7 @@ int process_moved(struct bpf_raw_tracepoint_args *ctx)
 	struct task_struct *task = (void *)ctx->args[2];
 	struct event *event = event_reserve(sizeof(*event));
 
+	unseen_call_ns = bpf_ktime_get_ns();
 	if (!event)
 		return 0;
 	__builtin_memset(event, 0, sizeof(*event));

@@ -129,8 +129,10 @@ static __noinline struct thread *thread_of_current(void)
 	__u64 id = bpf_get_current_pid_tgid();
 	struct thread *thread = value_of(&threads, &id, (const void *)&no_thread);
 
-	if (!thread)
+	if (!thread) {
 		count_loss(calls);
+		unseen_call_ns = bpf_ktime_get_ns();
+	}
 	return thread;
 }
 
@@ -338,16 +340,25 @@ static __always_inline __u64 stack_of_free(struct pt_regs *ctx, bool in_function
 }
 
 /*
+ * Whether a block that was allocated at `born_ns` and freed can have been allocated again by a call
+ * that was not seen. With by_name, calls of threads that have other names are not seen.
+ */
+static __always_inline bool may_be_allocated_again(__u64 born_ns)
+{
+	__u32 key = STEERING_UNSEEN_UNTIL;
+	__u64 *until_ns = bpf_map_lookup_elem(&steering, &key);
+
+	return filter.by_name || born_ns < unseen_call_ns || !until_ns || born_ns < *until_ns;
+}
+
+/*
  * Handles a free of a block that is not live. `born`: when a block that was freed at this address
  * had been allocated; 0: unknown.
  */
 static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 born,
 				    bool in_function)
 {
-	/*
-	 * A process that shares the memory, and is not traced, can have allocated the block again.
-	 */
-	if (!born || (born & BORN_TIME) < shared_memory_ns) {
+	if (!born || may_be_allocated_again(born & BORN_TIME)) {
 		__sync_fetch_and_add(&frees.unknown, 1);
 		return count_unknown_frees ? unknown_free_by(stack_of_free(ctx, in_function)) : 0;
 	}

@@ -37,7 +37,8 @@ static __always_inline __u64 timing_now(void)
 /* Begins a run. Returns the clock of a timed run; 0 if this run is not timed. */
 static __noinline __u64 timing_start(void)
 {
-	__u32 key = STEERING_MEASURES, *measures = bpf_map_lookup_elem(&steering, &key);
+	__u32 key = STEERING_MEASURES;
+	__u64 *measures = bpf_map_lookup_elem(&steering, &key);
 
 	return measures && *measures ? timing_now() : 0;
 }
@@ -64,7 +65,8 @@ static __always_inline void timing_end(__u64 start)
 /* Returns the sampling level that user space has set. */
 static __noinline __u32 current_level(void)
 {
-	__u32 key = STEERING_LEVEL, *level;
+	__u32 key = STEERING_LEVEL;
+	__u64 *level;
 
 	if (!level_bytes)
 		return 0;

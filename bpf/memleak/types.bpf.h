@@ -197,6 +197,11 @@ struct {
 enum steering {
 	STEERING_LEVEL,	   /* the sampling level */
 	STEERING_MEASURES, /* 1: runs are timed */
+	/*
+	 * Time until which calls may have gone unseen, as their probes were being placed:
+	 * CLOCK_MONOTONIC in nanoseconds.
+	 */
+	STEERING_UNSEEN_UNTIL,
 	STEERINGS,
 };
 EXPORT_TYPE(enum steering);
@@ -206,7 +211,7 @@ struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, STEERINGS);
 	__type(key, __u32);
-	__type(value, __u32);
+	__type(value, __u64);
 } steering SEC(".maps");
 
 /*
@@ -234,8 +239,11 @@ struct {
 	__type(value, __u64);
 } unknown_frees SEC(".maps");
 
-/* When a process of the target last made a process that shares its memory, CLOCK_MONOTONIC. */
-__u64 shared_memory_ns;
+/*
+ * When a call may last have gone unseen, CLOCK_MONOTONIC: a process of the target made a process
+ * that shares its memory, or was moved to another cgroup, or there was no space for a thread.
+ */
+__u64 unseen_call_ns;
 
 const volatile struct thread no_thread;
 const volatile struct total no_total;

@@ -17,6 +17,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         the_oldest_and_the_median_age_are_shown,
         the_peak_is_shown_with_its_stacks,
         double_frees_are_counted_with_their_stack: at_entries,
+        what_is_freed_once_is_not_freed_twice [Once],
         unknown_frees_are_counted_with_their_stack: at_entries,
         samples_by_bytes_stand_for_all,
         hits_and_what_they_cost_are_told,
@@ -141,6 +142,25 @@ fn double_frees_are_counted_with_their_stack() -> Result<()> {
         told[0]["user_frames"].to_string().contains("free_twice"),
         "{told:?}"
     );
+    Ok(())
+}
+
+/// Threads free each block once, while the kernel places one probe after the other, and while only threads with a name
+/// are traced.
+fn what_is_freed_once_is_not_freed_twice() -> Result<()> {
+    let mut workload = Workload::start("recycle", &["5"])?;
+    let pid = workload.pid();
+    let (by_pid, by_name) = (["-p", &pid], ["-n", "recycle"]);
+    for target in [[by_pid].repeat(7), vec![by_name]].concat() {
+        let mut tool = Tool::start("memleak", &[&target[..], &["-j", "-o", "0", "60"]].concat())?;
+        tool.wait_for_stderr(memleak::READY)?;
+        let ended = tool.interrupt()?;
+        let twice = |row: &Value| {
+            row["type"] == "double_free" || row["double_frees"].as_u64().unwrap_or(0) > 0
+        };
+        ensure!(!ended.objects()?.iter().any(twice), "{target:?}: {ended:?}");
+    }
+    workload.work()?;
     Ok(())
 }
 

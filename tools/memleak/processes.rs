@@ -581,8 +581,7 @@ impl<'a> Processes<'a> {
                 .recording
                 .is_complete()
                 .then_some(bss.frees.unknown),
-            double: probes::notices_double_frees(skel, &self.plan.recording)
-                .then_some(bss.frees.twice),
+            double: probes::notices_double_frees(skel, self.plan).then_some(bss.frees.twice),
             unseen: bss.frees.replaced,
         }
     }

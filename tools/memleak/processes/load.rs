@@ -76,6 +76,7 @@ pub(super) fn load(way: AttachMode, target: &Targets, plan: &ProcessPlan) -> Res
         overflow: room.overflow,
         questions,
         way,
+        is_of_command: target.is_command,
         signatures,
     };
     Ok((attached, links, unwinder))

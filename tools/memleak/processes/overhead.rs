@@ -54,7 +54,7 @@ impl<'a> Limit<'a> {
             return Ok(false);
         }
         self.attached
-            .steer(steering::STEERING_LEVEL, level)
+            .steer(steering::STEERING_LEVEL, level.into())
             .context("failed to raise sampling")?;
         self.level = level;
         eprintln!(

@@ -11,7 +11,7 @@ use memtools::bpf::kernel_support;
 use memtools::host::capabilities::{self, Capability};
 use memtools::host::kernel_log;
 use memtools::print::clock;
-use memtools::process::proc::Process;
+use memtools::process::proc::{self, Process};
 use memtools::process::uprobes;
 use memtools::stacks::unwind::Unwinder;
 use perf_event::events::Software;
@@ -26,7 +26,7 @@ use super::python_objects;
 use super::signature::Signature;
 use super::stopped::StopRequests;
 use super::target::{self, Targets};
-use crate::plan::{FunctionSettings, ProcessPlan, Recording};
+use crate::plan::{FunctionSettings, ProcessPlan};
 
 /// Loaded BPF object, by which probes are attached.
 pub(crate) struct Attached {
@@ -38,6 +38,8 @@ pub(crate) struct Attached {
     /// Questions about stopped processes, asked while a command starts.
     pub(crate) questions: StopRequests,
     pub(super) way: AttachMode,
+    /// Whether the target is a command, whose processes are stopped until their code is probed.
+    pub(super) is_of_command: bool,
     /// Signatures of the programs entry_0 and so on.
     pub(super) signatures: Vec<Signature>,
 }
@@ -57,13 +59,20 @@ pub(crate) struct Hits {
 /// Attached BPF object, its links (the probes end with these), and the unwinder of its stacks.
 pub(super) type Started = (Attached, Vec<Link>, Unwinder);
 
-/// Whether double frees are noticed. That takes the table, and a record of every block.
-pub(crate) fn notices_double_frees(skel: &Loaded, recording: &Recording) -> bool {
-    skel.maps.table.max_entries() > 1 && recording.is_complete()
+/// Whether double frees are noticed. That takes the table, and a record of every block: not only those of threads with
+/// a name.
+pub(crate) fn notices_double_frees(skel: &Loaded, plan: &ProcessPlan) -> bool {
+    skel.maps.table.max_entries() > 1
+        && plan.recording.is_complete()
+        && plan.target.filter.name.is_none()
 }
 
 /// Number of the programs entry_0 and so on; `SIGNATURES` in `bpf/memleak/types.bpf.h`.
 pub(super) const SIGNATURES: usize = 60;
+
+/// Time within which a call that has begun before its probe was placed returns, in nanoseconds: a thread can wait for
+/// a lock, a page or a CPU in the middle of the call.
+const CALL_NS: u64 = 1_000_000_000;
 
 /// Path of the file with our own functions.
 const OWN_PROGRAM: &str = "/proc/self/exe";
@@ -139,7 +148,7 @@ impl Attached {
     }
 
     /// Changes a setting of the BPF programs, from their next run on.
-    pub(crate) fn steer(&self, what: steering, value: u32) -> Result<()> {
+    pub(crate) fn steer(&self, what: steering, value: u64) -> Result<()> {
         let map = &self.skel.maps.steering;
         map.update(&what.0.to_ne_bytes(), &value.to_ne_bytes(), MapFlags::ANY)
             .context("failed to steer the programs")
@@ -159,10 +168,10 @@ impl Attached {
         let pid = target::pid_to_probe(pid, object)?;
         self.watch_for_copies(object)?;
         let started = clock::monotonic_ns();
-        let mut links = self.place(pid, object);
+        let mut links = self.place_in_order(pid, object);
         if links.as_ref().is_err_and(is_invalid) && !settings.at_entries {
             let at_entries = object.at_entries(settings)?;
-            links = self.place(pid, &at_entries);
+            links = self.place_in_order(pid, &at_entries);
             if links.is_ok() {
                 objects::warn_once(&format!(
                     "{} is probed at the functions' entries, as the kernel refused other places{}",
@@ -196,6 +205,22 @@ impl Attached {
             })
     }
 
+    /// Places the probes, and notes until when calls may go unseen.
+    ///
+    /// The kernel places one probe after the other. A block that is freed meanwhile can be allocated again by a function
+    /// that has no probe yet, or by a call that has begun before its probe was there. The next free of that block would
+    /// look like a second one.
+    fn place_in_order(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
+        self.steer(steering::STEERING_UNSEEN_UNTIL, u64::MAX)?;
+        let links = self.place(pid, object);
+        let mut until_ns = clock::monotonic_ns();
+        if !self.is_of_command && is_multithreaded(pid) {
+            until_ns += CALL_NS;
+        }
+        self.steer(steering::STEERING_UNSEEN_UNTIL, until_ns)?;
+        links
+    }
+
     fn place(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
         object.expect_unchanged()?;
         match self.way {
@@ -211,8 +236,9 @@ impl Attached {
         self.way != AttachMode::Session
     }
 
-    /// Detaches the probes.
+    /// Detaches the probes. The kernel removes one after the other, so the frees of now are not judged any more.
     pub(crate) fn detach(&self, links: Vec<Link>) {
+        let _ = self.steer(steering::STEERING_UNSEEN_UNTIL, u64::MAX);
         match self.way {
             AttachMode::Session | AttachMode::Multi => uprobes::remove(links),
             AttachMode::Cookies | AttachMode::Plain => uprobes::remove_in_background(links),
@@ -297,6 +323,12 @@ impl Attached {
         }
         Ok(links)
     }
+}
+
+/// Whether a process has several threads, one of which can be in the middle of a call.
+fn is_multithreaded(pid: i32) -> bool {
+    pid == target::EVERY_PROCESS
+        || proc::tids(pid.cast_unsigned()).is_ok_and(|threads| threads.len() > 1)
 }
 
 /// Whether the kernel found a probe invalid (EINVAL).
