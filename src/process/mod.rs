@@ -18,6 +18,7 @@
 //! | [`members`] | processes that a name or a cgroup selects, as far as user space has to know |
 //! | `mmap_lock` | locks of processes' address spaces, and whether each can be taken |
 //! | `reader` | files of a process that may never answer, read by a child |
+//! | `shielded` | calls that the end of this process does not interrupt |
 //! | [`smaps`] | resident and swapped bytes of each mapping |
 //! | [`stopped`] | processes that a BPF program has stopped |
 //! | [`traced_code`] | the code that traced processes have mapped, kept up to date |
@@ -42,6 +43,7 @@ pub(crate) mod mmap_lock;
 pub mod origin;
 pub mod proc;
 pub(crate) mod reader;
+pub(crate) mod shielded;
 pub mod smaps;
 pub mod stopped;
 pub mod traced_code;

@@ -2,7 +2,9 @@
 //!
 //! For both the kernel takes the lock of each process that maps the file, while no process of the machine can fork
 //! (`mmap_lock`). A removal that is interrupted by SIGKILL leaves breakpoints in the processes ("failed to unregister,
-//! leaking uprobe" in the kernel's log), so it is done by guard processes, which are in no process group of this tool.
+//! leaking uprobe" in the kernel's log), so it is done by guard processes, which are in no process group of this tool. A
+//! registration that is interrupted is undone at once, by the same process, so it is done by a child as well
+//! (`shielded`).
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -16,18 +18,19 @@ use nix::unistd::{ForkResult, close, fork, pipe2, read, setsid};
 use crate::bpf::attach;
 use crate::process::guard::Guard;
 use crate::process::mmap_lock;
+use crate::process::shielded;
 
 /// Maximum number of processes that remove uprobes at the same time. The kernel waits for a grace period for each link.
 const REMOVERS: usize = 8;
 
-/// Calls a function that registers uprobes, once each process has shown that its lock can be taken. All uprobes of all
-/// tools are registered through this function.
+/// Calls a function that registers uprobes, once each process has shown that its lock can be taken. A child process
+/// calls it, which is not killed with this one. All uprobes of all tools are registered through this function.
 ///
 /// # Errors
 /// [`FatalError`](attach::FatalError) if a process holds its lock; else the errors of `register`.
 pub fn register<T>(register: impl FnOnce() -> Result<T>) -> Result<T> {
     expect_free_locks()?;
-    register()
+    shielded::call(register)
 }
 
 /// Fails if a process holds its lock, so that no uprobe can be registered.

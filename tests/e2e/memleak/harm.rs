@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libbpf_rs::libbpf_sys::BPF_F_NO_PREALLOC;
@@ -24,6 +24,7 @@ pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
         what_stops_the_target_changes_no_count [Host],
         a_debugger_changes_no_count [Host],
+        killed_at_the_start_it_leaves_no_breakpoints [Host],
         killed_it_leaves_nothing_behind,
         a_warning_does_not_stop_the_machine [Guest],
         perf_uprobes_are_taken_away_behind_its_back,
@@ -126,6 +127,51 @@ fn killed_it_leaves_nothing_behind() -> Result<()> {
     tool.interrupt()?;
     let traced = (traced, workload.finish()?);
     ensure!(traced == untraced, "{traced:?} is not {untraced:?}");
+    Ok(())
+}
+
+/// memleak is killed while it registers its probes in many processes. The kernel undoes what was registered, in a
+/// process that is not being killed: such a process would leave breakpoints, which the kernel's log would say.
+fn killed_at_the_start_it_leaves_no_breakpoints() -> Result<()> {
+    const PROCESSES: usize = 101;
+    const KILLS: u32 = 30;
+    let folder = harness::scratch()?;
+    let program = folder.path().join("many");
+    harness::copy(&harness::workload("alloc"), &program)?;
+    let start = || Workload::spawn(Command::new(&program).arg("hold"));
+    let targets = (0..PROCESSES)
+        .map(|_| start())
+        .collect::<Result<Vec<_>>>()?;
+    let leaks = || {
+        let log = Command::new("dmesg").output().context("no dmesg")?;
+        let log = String::from_utf8_lossy(&log.stdout).into_owned();
+        anyhow::Ok(
+            log.lines()
+                .filter(|line| line.contains("leaking uprobe"))
+                .count(),
+        )
+    };
+    let before = leaks()?;
+    let begun = Instant::now();
+    let mut tool = Tool::start("memleak", &["-n", "many", "60"])?;
+    tool.wait_for_stderr(READY)?;
+    let longest = begun.elapsed();
+    tool.interrupt()?;
+    for kill in 0..KILLS {
+        let tool = Tool::start("memleak", &["-n", "many", "60"])?;
+        // The registrations are the last part of the start.
+        thread::sleep(longest / 2 + longest * kill / (2 * KILLS));
+        tool.signal(Signal::SIGKILL)?;
+        tool.wait()?;
+    }
+    // What a killed memleak had registered is removed when the last process has closed it.
+    let mut tool = Tool::start("memleak", &["-n", "many", "60"])?;
+    tool.wait_for_stderr(READY)?;
+    tool.interrupt()?;
+    ensure!(leaks()? == before, "breakpoints were left");
+    for target in targets {
+        ensure!(target.finish()?.success(), "a process did not live on");
+    }
     Ok(())
 }
 
