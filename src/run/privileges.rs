@@ -44,7 +44,7 @@ const REPORTING: [Capability; 5] = [
 ];
 
 /// System calls that no attached tool without stacks needs.
-const FORBIDDEN: [i64; 18] = [
+const NOT_FOR_REPORTS: [i64; 18] = [
     // Other programs, processes and machines.
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -65,6 +65,25 @@ const FORBIDDEN: [i64; 18] = [
     libc::SYS_setns,
     libc::SYS_unshare,
     libc::SYS_userfaultfd,
+];
+
+/// System calls that a thread which serves clients does not need, beside [`NOT_FOR_REPORTS`].
+const NOT_FOR_CLIENTS: &[i64] = &[
+    // Programs in the kernel.
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_io_uring_setup,
+    // Files and other processes.
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_open,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_creat,
+    libc::SYS_openat,
+    libc::SYS_openat2,
+    libc::SYS_unlinkat,
+    libc::SYS_renameat2,
+    libc::SYS_kill,
+    libc::SYS_pidfd_open,
 ];
 
 /// Gives up for ever what this process may do beyond tracing: to mount, load modules, configure networks, become
@@ -113,8 +132,21 @@ pub fn keep_reporting(target: &TargetArgs) -> Result<()> {
     match target.command {
         // The command is released and ended by calls that would be refused.
         Some(_) => Ok(()),
-        None => forbid_calls(),
+        None => forbid_calls(&NOT_FOR_REPORTS),
     }
+}
+
+/// Drops all privileges of the calling thread, and of the threads that it starts later: it reads what clients send.
+/// They have no capability any more, and can open no file or socket, execute no program and use no bpf(2). Other threads
+/// of the tool are not affected.
+///
+/// # Errors
+/// If the kernel refuses to drop capabilities or to install the filter.
+pub fn keep_serving() -> Result<()> {
+    // Without this, an unprivileged thread may install no filter.
+    set_no_new_privs().context("failed to disable new privileges (PR_SET_NO_NEW_PRIVS)")?;
+    keep(&CapsHashSet::new())?;
+    forbid_calls(&[&NOT_FOR_REPORTS[..], NOT_FOR_CLIENTS].concat())
 }
 
 /// Gives up all capabilities but these.
@@ -136,11 +168,11 @@ fn hides_processes() -> bool {
     of_proc.any(|mount| mount.options().any(|option| option.starts_with("hidepid=")))
 }
 
-/// Makes the system calls of [`FORBIDDEN`] fail with EPERM. All others stay permitted, because a list of permitted ones
+/// Makes these system calls of the calling thread fail with EPERM. All others stay permitted, because a list of permitted ones
 /// would differ by kernel, architecture and C library.
-fn forbid_calls() -> Result<()> {
+fn forbid_calls(calls: &[i64]) -> Result<()> {
     const FAILED: &str = "failed to forbid system calls (seccomp)";
-    let rules = FORBIDDEN.iter().map(|&call| (call, Vec::new())).collect();
+    let rules = calls.iter().map(|&call| (call, Vec::new())).collect();
     let refuse = SeccompAction::Errno(libc::EPERM as u32);
     let architecture = env::consts::ARCH.try_into().context(FAILED)?;
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, refuse, architecture);
@@ -182,6 +214,21 @@ mod tests {
         assert!(child.is_err_and(refused), "another program was executed");
         assert!(socket.is_err_and(refused), "a socket was opened");
         assert!(file.is_ok(), "files can be read");
+    }
+
+    #[test]
+    fn threads_that_serve_have_no_privileges() {
+        let limited = thread::spawn(|| {
+            keep_serving().expect("nothing refuses it");
+            let inherits = thread::spawn(|| fs::read("/proc/self/status"));
+            let held = caps::read(None, CapSet::Permitted).expect("readable");
+            (held, inherits.join().expect("no panic"))
+        });
+        let (held, file) = limited.join().expect("no panic");
+        assert!(held.is_empty(), "{held:?}");
+        let refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::PermissionDenied;
+        assert!(file.is_err_and(refused), "a file was opened");
+        assert!(fs::read("/proc/self/status").is_ok(), "other threads can");
     }
 
     #[test]

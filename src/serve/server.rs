@@ -1,12 +1,13 @@
 //! Connections, each with a thread of its own.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 
+use crate::print::clock;
 use crate::serve::address::{Address, Listener, Stream};
 use crate::serve::body::BodyMemory;
 use crate::serve::exchange::Exchange;
@@ -38,12 +39,18 @@ pub(super) struct Shared {
 }
 
 impl Server {
-    /// Begins to accept clients, to which at most `memory` bytes are sent at once. Clients wait until the trace has begun. The threads inherit the priority of the calling
-    /// thread: call this before that priority is raised.
+    /// Begins to accept clients, to which at most `memory` bytes are sent at once. Clients wait until the trace has
+    /// begun. `confine` drops the privileges of the thread that calls it, and is called by the one that accepts: the
+    /// threads that read requests inherit its privileges. They also inherit the priority of the calling thread: call
+    /// this before that priority is raised.
     ///
     /// # Errors
-    /// If a thread cannot be started.
-    pub fn start(listener: Listener, memory: usize) -> Result<Self> {
+    /// If a thread cannot be started, or `confine` fails.
+    pub fn start(
+        listener: Listener,
+        memory: usize,
+        confine: impl FnOnce() -> Result<()> + Send + 'static,
+    ) -> Result<Self> {
         let shared = Arc::new(Shared {
             listener,
             exchange: Exchange::new()?,
@@ -52,10 +59,23 @@ impl Server {
             differences: Semaphore::new(MAX_DIFFERENCES),
         });
         let accepts = Arc::clone(&shared);
+        // The threads can read no file once they have no privileges.
+        clock::time_zone();
+        let (outcome, is_confined) = mpsc::channel();
+        let serve = move || {
+            let confined = confine();
+            let may_serve = confined.is_ok();
+            // The receiver waits for this.
+            let _ = outcome.send(confined);
+            if may_serve {
+                accept(&accepts);
+            }
+        };
         thread::Builder::new()
             .name("serve".into())
-            .spawn(move || accept(&accepts))
+            .spawn(serve)
             .context("failed to start the thread that serves")?;
+        is_confined.recv()??;
         Ok(Self { shared })
     }
 
@@ -284,7 +304,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a directory");
         let path = folder.path().join("socket");
         let listener = Listener::bind(&Address::Unix(path.clone())).expect("a socket");
-        let server = Server::start(listener, LIMIT).expect("a thread");
+        let server = Server::start(listener, LIMIT, || Ok(())).expect("a thread");
         let (done, bodies) = (AtomicBool::new(false), &server.shared.bodies);
         let (first, refused, used) = thread::scope(|scope| {
             scope.spawn(|| trace(&server, &done));

@@ -39,7 +39,6 @@ use memtools::run::poll::Wake;
 use memtools::run::priority;
 use memtools::run::privileges;
 use memtools::run::target::warn_if_interval_is_pid;
-use memtools::serve::server::Server;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::KernelNames;
 use memtools::stacks::table::{Stack, Stacks};
@@ -62,9 +61,8 @@ pub(crate) fn run(plan: &KernelPlan) -> Result<ExitCode> {
     check_cache(plan.cache.as_deref())?;
     let slabinfo = plan.by_cache.then(Slabinfo::read);
     eprintln!("Attaching to kernel allocators, Ctrl+C to quit.");
-    let server = listener.map(|listener| Server::start(listener, plan.memory.served_bytes()));
+    let server = listener.map(|listener| serve::start(listener, &plan.memory));
     let server = server.transpose()?;
-    server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
     let attached = probes::start(plan, &filter)?;
     let table_requests = Events::new(&attached.skel.maps.table_requests)?;

@@ -70,7 +70,6 @@ use memtools::run::losses::Losses;
 use memtools::run::poll::Wake;
 use memtools::run::priority;
 use memtools::run::target::warn_if_interval_is_pid;
-use memtools::serve::server::Server;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{Stack, Stacks};
@@ -93,9 +92,8 @@ pub(crate) fn run(plan: &ProcessPlan, verdict: Option<&VerdictSettings>) -> Resu
         bpf::prefetch_kernel_types();
     }
     let mut target = Targets::choose(plan)?;
-    let server = listener.map(|listener| Server::start(listener, plan.memory.served_bytes()));
+    let server = listener.map(|listener| serve::start(listener, &plan.memory));
     let server = server.transpose()?;
-    server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
     let mut symbolizer = target.symbolizer()?.with_source(
         plan.source,

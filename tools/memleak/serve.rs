@@ -1,16 +1,22 @@
 //! Numbers of a report as metrics for --serve, and what else process and kernel mode need for it.
 
+use anyhow::Result;
 use memtools::export::profile::Profile;
 use memtools::run::losses::Losses;
+use memtools::run::privileges;
+use memtools::serve::address::Listener;
 use memtools::serve::openmetrics::{Family, Kind};
 use memtools::serve::server::Server;
 use memtools::serve::trend::Key;
 
+use crate::plan::MemorySettings;
 use crate::sums::{StackKey, Sum, Total, Totals, View};
 
-/// Prints the address at which reports are served.
-pub(crate) fn tell(server: &Server) {
+/// Begins to serve reports, by threads without privileges, and prints the address.
+pub(crate) fn start(listener: Listener, memory: &MemorySettings) -> Result<Server> {
+    let server = Server::start(listener, memory.served_bytes(), privileges::keep_serving)?;
     eprintln!("memleak: serving {}", server.address());
+    Ok(server)
 }
 
 /// Returns the key that identifies a stack.

@@ -21,6 +21,7 @@ pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "running":
         every_tool_gives_up_what_tracing_does_not_take,
         unattended_tools_keep_what_reports_take,
+        threads_that_serve_have_no_privileges [Once],
         who_cannot_be_traced_is_told [Host],
         missing_privilege_is_named,
         tools_of_one_user_share_locked_memory,
@@ -108,6 +109,36 @@ fn unattended_tools_keep_what_reports_take() -> Result<()> {
         let ended = tool.interrupt()?;
         ensure!(ended.status.success(), "{ended:?}");
     }
+    Ok(())
+}
+
+/// The threads of memleak that read what clients send have no capability, and a filter of system calls.
+fn threads_that_serve_have_no_privileges() -> Result<()> {
+    let program = Workload::start("alloc", &["hold"])?;
+    let mut tool = Tool::start("memleak", &["--serve", "0", "-p", &program.pid()])?;
+    tool.wait_for_stderr("probes in")?;
+    let mut threads = 0;
+    for task in fs::read_dir(format!("/proc/{}/task", tool.pid()))? {
+        let task = task?.path();
+        if fs::read_to_string(task.join("comm"))?.trim_end() != "serve" {
+            continue;
+        }
+        threads += 1;
+        let status = task.join("status");
+        let held = privileges(&status)?;
+        ensure!(
+            held.iter()
+                .all(|(name, value)| !["CapPrm", "CapEff"].contains(&name.as_str()) || *value == 0),
+            "{held:?}"
+        );
+        let status = fs::read_to_string(status)?;
+        ensure!(
+            !status.contains("Seccomp:") || status.contains("Seccomp:\t2\n"),
+            "{status}"
+        );
+    }
+    ensure!(threads == 1, "{threads} threads that serve");
+    ensure!(tool.interrupt()?.status.success(), "memleak has failed");
     Ok(())
 }
 
