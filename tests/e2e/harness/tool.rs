@@ -40,15 +40,16 @@ pub(crate) fn tool(name: &str) -> PathBuf {
 /// If there is no such process.
 pub(crate) fn waits_for_events(pid: u32) -> Result<bool> {
     let call = fs::read_to_string(format!("/proc/{pid}/syscall"))?;
-    let number = call.split(' ').next().and_then(|word| word.parse().ok());
-    // Peers wait by epoll(7), tools by poll(2).
-    let waits = [
-        libc::SYS_epoll_wait,
-        libc::SYS_epoll_pwait,
-        libc::SYS_poll,
-        libc::SYS_ppoll,
-    ];
-    Ok(waits.into_iter().any(|wait| number == Some(wait)))
+    let mut words = call.split(' ');
+    let number = words.next().and_then(|word| word.parse().ok());
+    // Peers wait by epoll(7), tools by poll(2). A tool that polls one descriptor waits for a child process.
+    let count = words.nth(1);
+    Ok(match number {
+        Some(libc::SYS_poll | libc::SYS_ppoll) => count != Some("0x1"),
+        number => [libc::SYS_epoll_wait, libc::SYS_epoll_pwait]
+            .map(Some)
+            .contains(&number),
+    })
 }
 
 /// Reads what the kernel tells of each descriptor that a process has open (proc(5), `fdinfo`).
