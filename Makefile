@@ -19,6 +19,7 @@
 #   make test-clone SUITE=trixie   built in a clean root of a Debian suite, with the demo and the tests without BPF
 #                        (without SUITE: Debian 13 and testing by turns)
 #   make test-reproducible   the release built once more, elsewhere, and compared
+#   make fuzz SECONDS=60   each parser of what other users control, by a coverage-guided fuzzer; takes Rust's nightly
 #   make audit     known vulnerabilities of the dependencies, from a database that only the network has
 #   make bench     overhead beside peers, as ratios
 #   make clean
@@ -28,6 +29,7 @@ DESTDIR ?=
 SUFFIX  ?=
 # Today's Debian and the next one by turns.
 SUITE   ?= $(if $(filter 0 1 2,$(shell echo $$(($$(git rev-list --count HEAD 2>/dev/null) % 6)))),trixie,forky)
+SECONDS ?= 60
 KERNEL  ?= 5.10 6.1 6.12 6.18 7.2
 TEST    ?=
 
@@ -72,7 +74,7 @@ PACKAGES_PACKAGES = rpm
 IMAGE_PACKAGES = buildah
 PACKAGES_TEST_PACKAGES = python3-venv python3-yaml lintian rpmlint mmdebstrap debian-archive-keyring
 
-.PHONY: build deps demo format test test-all lint test-unit test-clone test-host test-vm install uninstall release packages crate image test-packages test-reproducible audit bench clean vmlinux
+.PHONY: build deps demo format test test-all lint test-unit test-clone test-host test-vm install uninstall release packages crate image test-packages test-reproducible fuzz audit bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -186,6 +188,9 @@ test-packages: packages crate image
 test-clone:
 	@scripts/need mmdebstrap debian-archive-keyring
 	tests/packages/clone $(SUITE) $(PROFILE) $(TARGET)
+
+fuzz: deps
+	tests/fuzz/run $(SECONDS)
 
 # Without this file's flags: cargo-audit is a program for this machine.
 audit:

@@ -6,6 +6,10 @@
 mod elf_file;
 #[path = "hostile/mutate.rs"]
 mod mutate;
+#[path = "hostile/parsers.rs"]
+mod parsers;
+#[path = "hostile/random.rs"]
+mod random;
 
 use std::env;
 use std::fs::{self, File};
@@ -14,33 +18,22 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use elf_file::{KINDS, Kind, TEXT};
-use memtools::code::eh_frame;
+use elf_file::{KINDS, Kind};
 use memtools::code::elf;
 use memtools::code::elf_file::NotElf;
-use memtools::code::probe_point;
-use memtools::code::pymalloc;
 use memtools::code::symbols::Symbols;
-use memtools::code::wrappers::{Calls, Forwarded};
-use memtools::print::demangle::demangle;
-use memtools::print::text::{self, MAX_NAME};
 use memtools::stacks::unwind::rules::Rules;
-use mutate::Random;
-use nix::time::{ClockId, clock_gettime};
+use parsers::{PARSERS, cpu_time};
+use random::Random;
 
 /// Number of files that are damaged at random.
 const DAMAGED: u64 = 5000;
-/// CPU time that each parser may take for a file, including the time to notice that the limit is passed.
-const MAX_TIME: Duration = Duration::from_millis(1500);
+/// Number of variants of each of the fuzzer's inputs.
+const DAMAGED_AGAIN: u64 = 50;
 /// Memory that a file may take, in KiB, beside the test's own.
 const MAX_MEMORY: u64 = 64 << 10;
 
 const CORPUS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hostile/corpus");
-
-fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID);
-    time.expect("the kernel has this clock").into()
-}
 
 /// Returns the peak of resident memory so far, in KiB.
 fn peak_memory() -> u64 {
@@ -50,68 +43,6 @@ fn peak_memory() -> u64 {
     number.and_then(|kib| kib.parse().ok()).expect("a number")
 }
 
-/// Runs a parser. Any result is accepted, but the parser must end in time.
-fn timed<T>(what: &str, parse: impl FnOnce() -> T) -> T {
-    let start = cpu_time();
-    let result = parse();
-    let took = cpu_time() - start;
-    assert!(took < MAX_TIME, "{what} took {took:?}");
-    result
-}
-
-/// Reads everything that the tools read of files that processes have mapped. Returns whether all could be read.
-fn read_all(file: &File) -> bool {
-    let native = timed("is_native", || elf::is_native(file)).is_ok();
-    timed("is_go", || elf::is_go(file));
-    let interpreter = timed("interpreter", || elf::interpreter(file)).is_ok();
-    let wanted = |name: &str, _| ["malloc", "free", "je_malloc", "operator_new"].contains(&name);
-    let functions = timed("functions", || elf::functions(file, wanted));
-    let calls = timed("calls", || Calls::of(file));
-    if let (Ok(functions), Ok(calls)) = (&functions, &calls) {
-        for function in functions.iter().take(16) {
-            timed("forwarding", || {
-                calls.forwarding(function, Forwarded::Result, |_, given| {
-                    given.as_argument(1) == Some(1)
-                })
-            });
-        }
-    }
-    if let Ok(functions) = &functions {
-        let read: Vec<_> = functions.iter().map(|one| (one, vec![1, 2])).collect();
-        // A function that cannot be read gets no probe.
-        let _ = timed("places", || {
-            probe_point::places(file, &read, probe_point::Preference::Cheap)
-        });
-    }
-    let rules = timed("rules", || {
-        let rules = Rules::of_file(file)?;
-        // The sum is over all of the index.
-        anyhow::Ok(rules.pages().map(|rows| u64::from(rows.end)).sum::<u64>())
-    });
-    if let Ok(functions) = timed("functions_of", || eh_frame::functions_of(file)) {
-        // A file without copies of pymalloc, or with odd ones, has no places.
-        let _ = timed("pymalloc", || pymalloc::places(file, &functions));
-    }
-    let symbols = timed("symbols", || Symbols::of_file(file));
-    if let Ok(symbols) = &symbols {
-        let length = file.metadata().expect("a length").len();
-        for number in 0..64 {
-            let name = timed("find", || symbols.find(TEXT + number * (length / 64)));
-            let name = name.map(|name| name.text).unwrap_or_default();
-            let shown = timed("demangle", || text::display_name(&demangle(&name)));
-            check_shown(&shown);
-        }
-    }
-    native && interpreter && functions.is_ok() && calls.is_ok() && rules.is_ok() && symbols.is_ok()
-}
-
-/// Checks that a printed name is short, and has no character that a terminal would obey.
-fn check_shown(shown: &str) {
-    // An escaped character takes up to eight bytes.
-    assert!(shown.len() <= 8 * MAX_NAME, "{} bytes", shown.len());
-    assert!(!shown.chars().any(char::is_control), "{shown:?}");
-}
-
 /// Damages a file by this seed, and reads it.
 fn read_damaged(originals: &[Vec<u8>], seed: u64, file: &File) {
     let mut random = Random::new(seed);
@@ -119,7 +50,7 @@ fn read_damaged(originals: &[Vec<u8>], seed: u64, file: &File) {
     let damaged = mutate::elf(original, &mut random);
     file.set_len(0).expect("an empty file");
     file.write_all_at(&damaged, 0).expect("room");
-    read_all(file);
+    parsers::elf_file(file);
 }
 
 /// Runs one of the tests below in a process of its own, which has memory of its own, with a time limit.
@@ -163,7 +94,7 @@ fn one_hostile_file() {
     let path = argument();
     let file = File::open(&path).expect("a file");
     let before = peak_memory();
-    let is_read = read_all(&file);
+    let is_read = parsers::elf_file(&file);
     let memory = peak_memory() - before;
     assert!(memory <= MAX_MEMORY, "{memory} KiB");
     let name = Path::new(&path).file_name().expect("a name");
@@ -223,7 +154,7 @@ fn many_damaged_files() {
     let originals = [library];
     let whole = tempfile::tempfile().expect("a file");
     whole.write_all_at(&originals[0], 0).expect("room");
-    assert!(read_all(&whole), "undamaged");
+    assert!(parsers::elf_file(&whole), "undamaged");
     let before = peak_memory();
     let file = tempfile::tempfile().expect("a file");
     for seed in 0..DAMAGED {
@@ -253,10 +184,39 @@ fn damaged_names_are_shown_short_and_safe() {
     let mut random = Random::new(1);
     for _ in 0..20_000 {
         let name = mutate::text(names[random.below(names.len())].as_bytes(), &mut random);
-        let name = String::from_utf8_lossy(&name).into_owned();
         let start = cpu_time();
-        check_shown(&text::display_name(&demangle(&name)));
+        parsers::name(&name);
         let took = cpu_time() - start;
         assert!(took < Duration::from_millis(100), "{name:?} took {took:?}");
+    }
+}
+
+#[test]
+fn what_the_fuzzer_found_does_no_harm() {
+    alone("inputs_of_the_fuzzer", CORPUS);
+}
+
+/// Gives each parser the inputs by which the fuzzer reached more of its code, and some that are damaged further.
+#[test]
+#[ignore = "run by what_the_fuzzer_found_does_no_harm, in a process of its own"]
+fn inputs_of_the_fuzzer() {
+    for (name, parse) in PARSERS {
+        let folder = format!("{}/{name}", argument());
+        let files = fs::read_dir(&folder).expect("a folder for each parser");
+        let inputs: Vec<_> = files
+            .map(|file| file.expect("a file").path())
+            .map(|path| fs::read(path).expect("an input"))
+            .collect();
+        assert!(!inputs.is_empty(), "{folder}");
+        let before = peak_memory();
+        let mut random = Random::new(1);
+        for input in &inputs {
+            parse(input);
+            for _ in 0..DAMAGED_AGAIN {
+                parse(&mutate::text(input, &mut random));
+            }
+        }
+        let memory = peak_memory() - before;
+        assert!(memory <= MAX_MEMORY, "{name}: {memory} KiB");
     }
 }

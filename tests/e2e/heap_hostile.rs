@@ -1,6 +1,9 @@
 //! heapscan on damaged heaps, and on processes that fork, exec or exit while it looks. heapscan says what is wrong,
 //! takes no more memory than for other processes, ends, and leaves the process as it was.
 
+use std::env;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::thread;
@@ -14,6 +17,7 @@ use nix::unistd::Pid;
 
 use crate::harness::{self, Tool, ToolOutput, Workload};
 use crate::heap_pause::tracer_and_state;
+use crate::random::Random;
 use crate::verdict;
 
 /// Returns the tests of this module.
@@ -23,6 +27,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         forged_words_change_nothing [Once],
         a_ring_of_blocks_is_one_leak [Once],
         heaps_of_two_c_libraries_have_no_verdict [Once],
+        words_changed_at_random_do_no_harm [Once],
         what_forks_or_starts_threads_is_judged [Once],
         what_executes_itself_is_judged_or_refused [Once],
         what_is_killed_has_no_verdict [Once],
@@ -41,6 +46,19 @@ const QUESTIONS: [&[&str]; 4] = [
 const ROOM: u64 = 1 << 30;
 /// Longest permitted duration of a look at these processes, also in an emulated guest.
 const LONGEST: Duration = Duration::from_secs(60);
+/// Number of times that words of each process are changed.
+const ROUNDS: u32 = 6;
+/// Program with objects of several types, which waits as the workloads do.
+const WAITING_PYTHON: &str = "
+import os, sys
+class Car: pass
+cars = [Car() for _ in range(1009)]
+table = {str(n): [n, {'n': n}, (n, str(n))] for n in range(1009)}
+print('ready', os.getpid(), flush=True)
+sys.stdin.readline()
+print('done sum=%d' % sum(row[1]['n'] for row in table.values()), flush=True)
+sys.stdin.readline()
+";
 
 /// Runs heapscan on a process, with limited address space and time.
 fn look(pid: &str, question: &[&str]) -> Result<ToolOutput> {
@@ -162,6 +180,130 @@ fn heaps_of_two_c_libraries_have_no_verdict() -> Result<()> {
         "{ended:?}"
     );
     unharmed(workload, "counted").map(drop)
+}
+
+/// Pointers, sizes and counts anywhere in a process's memory get values that lead elsewhere or are near limits, while the
+/// process waits. heapscan judges the process or refuses it, and the process runs on as if it had not been examined.
+fn words_changed_at_random_do_no_harm() -> Result<()> {
+    // Other seeds are tried by hand.
+    let seed = env::var("MEMTOOLS_FUZZ_SEED").map_or(Ok(1), |seed| seed.parse())?;
+    let mut random = Random::new(seed);
+    let workload = Workload::start("hostile-heap", &["noise"])?;
+    let mut python = Workload::spawn(Command::new("python3").args(["-c", WAITING_PYTHON]))?;
+    for pid in [workload.pid(), python.pid()] {
+        let words = Words::of(&pid)?;
+        for round in 0..ROUNDS {
+            let changed = words.change(random.pick(&[1, 10, 100, 1000]), &mut random)?;
+            let question = random.pick(&[
+                QUESTIONS[0],
+                QUESTIONS[1],
+                QUESTIONS[2],
+                &["--why", "24"],
+                &[],
+            ]);
+            let ended = look(&pid, question);
+            words.restore(changed)?;
+            let ended = ended?;
+            let text = format!("{}{}", ended.stdout, ended.stderr);
+            ensure!(
+                matches!(ended.status.code(), Some(0 | 1)) && !text.contains("panicked"),
+                "round {round}, {question:?}: {ended:?}"
+            );
+            let is_safe = |letter: char| !letter.is_control() || "\n\t".contains(letter);
+            ensure!(text.chars().all(is_safe), "round {round}: {text:?}");
+            ensure!(
+                tracer_and_state(&pid)?.0 == "0",
+                "round {round}: still traced"
+            );
+        }
+    }
+    ensure!(
+        python.work()?["sum"] == "508536",
+        "Python's objects have changed"
+    );
+    ensure!(python.finish()?.success(), "Python did not live on");
+    unharmed(workload, "counted").map(drop)
+}
+
+/// Words of the writable memory of a process, by which tests change it.
+struct Words {
+    memory: File,
+    /// Addresses of words that are not 0.
+    addresses: Vec<u64>,
+}
+
+impl Words {
+    /// Most words of one mapping. More would be blocks of the program rather than lists, headers and objects.
+    const MOST: usize = 1 << 17;
+
+    fn of(pid: &str) -> Result<Self> {
+        let memory = File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/{pid}/mem"))?;
+        let mut addresses = Vec::new();
+        for line in fs::read_to_string(format!("/proc/{pid}/maps"))?.lines() {
+            let (range, rest) = line.split_once(' ').context("no mapping")?;
+            if !rest.starts_with("rw-p") || rest.contains("[stack") {
+                continue;
+            }
+            let (start, end) = range.split_once('-').context("no range")?;
+            let (start, end) = (
+                u64::from_str_radix(start, 16)?,
+                u64::from_str_radix(end, 16)?,
+            );
+            let mut bytes = vec![0; (end - start).min(8 * Self::MOST as u64) as usize];
+            memory.read_exact_at(&mut bytes, start)?;
+            let words = (start..).step_by(8).zip(bytes.chunks_exact(8));
+            addresses.extend(words.filter(|(_, word)| *word != [0; 8]).map(|(at, _)| at));
+        }
+        Ok(Self { memory, addresses })
+    }
+
+    fn read(&self, address: u64) -> Result<u64> {
+        let mut word = [0; 8];
+        self.memory.read_exact_at(&mut word, address)?;
+        Ok(u64::from_le_bytes(word))
+    }
+
+    /// Changes some words. Returns each with its address and its value before.
+    fn change(&self, words: usize, random: &mut Random) -> Result<Vec<(u64, u64)>> {
+        let mut changed = Vec::new();
+        for _ in 0..words {
+            let address = random.pick(&self.addresses);
+            let (before, other) = (self.read(address)?, random.pick(&self.addresses));
+            let after = match random.below(7) {
+                0 => random.pick(&[
+                    0,
+                    1,
+                    0xff,
+                    0x1000,
+                    0xffff_ffff,
+                    1 << 40,
+                    1 << 47,
+                    1 << 63,
+                    u64::MAX,
+                ]),
+                1 => address,
+                2 => other,
+                3 => self.read(other)?,
+                4 => before ^ 1 << random.below(64),
+                5 => before.wrapping_add(random.pick(&[1, 8, 16, 4096, 1 << 32])),
+                _ => before.wrapping_sub(random.pick(&[1, 8, 16, 4096, 1 << 32])),
+            };
+            self.memory.write_all_at(&after.to_le_bytes(), address)?;
+            changed.push((address, before));
+        }
+        Ok(changed)
+    }
+
+    /// Gives the words their values again.
+    fn restore(&self, changed: Vec<(u64, u64)>) -> Result<()> {
+        for (address, before) in changed.into_iter().rev() {
+            self.memory.write_all_at(&before.to_le_bytes(), address)?;
+        }
+        Ok(())
+    }
 }
 
 fn what_forks_or_starts_threads_is_judged() -> Result<()> {

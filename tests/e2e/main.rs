@@ -58,6 +58,9 @@ mod verdict_exit;
 mod verdict_memcheck;
 mod verdict_traced;
 mod vmscan;
+
+#[path = "../hostile/random.rs"]
+mod random;
 mod worked;
 
 use std::process::ExitCode;

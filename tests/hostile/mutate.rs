@@ -1,5 +1,7 @@
 //! Damages files where it hurts most: fields of headers and tables get values near limits.
 
+use crate::random::Random;
+
 /// Values that overflow what is computed from them, or nearly do.
 const STRANGE: [u64; 16] = [
     0,
@@ -19,26 +21,6 @@ const STRANGE: [u64; 16] = [
     u64::MAX - 7,
     u64::MAX,
 ];
-
-/// Sequence of pseudo-random numbers (xorshift). The same seed gives the same sequence.
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    pub(crate) fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 16) as usize % limit.max(1)
-    }
-
-    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len())]
-    }
-}
 
 fn number(bytes: &[u8], at: usize, length: usize) -> usize {
     let field = bytes.get(at..at + length).unwrap_or_default();
