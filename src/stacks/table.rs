@@ -332,6 +332,11 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         self.fill_level.needs_growth()
     }
 
+    /// Whether the table has as many entries as it may have.
+    pub fn is_largest(&self) -> bool {
+        self.entries >= self.max_entries
+    }
+
     /// Replaces the map in use with an empty one, which is larger if the old map has filled fast or if much of it was
     /// kept. The stacks of the old map can be read until [`Stacks::keep`] or the next renewal. A renewal takes an RCU
     /// grace period, 10 to 30 ms.

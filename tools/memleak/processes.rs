@@ -39,7 +39,7 @@ use self::live::LiveBlocks;
 use self::names::Names;
 use self::probes::Attached;
 use self::regions::{Regions, allocations_of};
-use self::renewal::{MORE_STACKS, Renewal};
+use self::renewal::Renewal;
 use self::target::Targets;
 use self::upkeep::Upkeep;
 use crate::args::Mode;
@@ -385,7 +385,12 @@ impl Source for Processes<'_> {
             eprintln!("memleak: more blocks can be recorded with a larger --mem-limit");
         }
         if losses.stacks > 0 {
-            eprintln!("memleak: stacks were lost: {MORE_STACKS}");
+            let remedy = if self.stacks.is_largest() {
+                "more can be recorded with a larger --mem-limit"
+            } else {
+                "for a moment, new stacks came faster than the table grows; later ones are recorded"
+            };
+            eprintln!("memleak: stacks were lost: {remedy}");
         }
         if self.plan.report.is_folded() && self.sets_exited_apart() {
             self.tell_what_exited_left();

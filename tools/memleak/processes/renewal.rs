@@ -14,9 +14,6 @@ use super::Processes;
 use super::bpf::types::{thread, total_key};
 use super::regions::Regions;
 
-/// Remedy for lost stacks.
-pub(super) const MORE_STACKS: &str = "more can be recorded with a larger --mem-limit";
-
 /// Minimum ratio of the time between two renewals to the duration of a renewal.
 const RENEWAL_PART: u32 = 10;
 /// Minimum time between two renewals of a table that is full.
