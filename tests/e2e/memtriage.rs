@@ -31,6 +31,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         without_privilege_it_shows_what_it_may,
         it_reports_as_often_as_asked [Once],
         what_grows_is_shown,
+        a_process_that_grows_is_judged [Once],
         it_ends_with_the_process_that_it_looks_at,
         cgroups_are_told_by_size,
         code_that_allocates_is_told_where_the_kernel_tells,
@@ -275,6 +276,39 @@ fn what_grows_is_shown() -> Result<()> {
     // The kernel adds up a thread's pages after at most 64 of them.
     let apart = grown.context("it did not grow")?.abs_diff(PAGES * 4096);
     ensure!(apart < 2 * 64 * 4096, "{grown:?}: {ended:?}");
+    Ok(())
+}
+
+/// A process at rest that then takes 80 MB is judged by each of its states, with the command that fits it.
+fn a_process_that_grows_is_judged() -> Result<()> {
+    const PAGES: u64 = 20_011;
+    let mut workload = Workload::start("minor", &[&PAGES.to_string()])?;
+    let pid = workload.pid();
+    let mut tool = Tool::start("memtriage", &["-j", "-p", &pid, "0.3"])?;
+    for round in 0..4 {
+        tool.wait_for_output("\"type\":\"accounting\"")?;
+        if round == 1 {
+            workload.work()?;
+        }
+    }
+    let ended = tool.interrupt()?;
+    let objects = objects_of(&ended.stdout)?;
+    let judged = findings(&objects, "tendency");
+    let (first, growing) = judged.split_first().context("no finding")?;
+    let evidence = |finding: &Value| finding["evidence"].as_str().unwrap_or_default().to_owned();
+    ensure!(
+        evidence(first).starts_with("does not grow now; "),
+        "{first}"
+    );
+    let next = format!("memleak -p {pid} 10");
+    let most = growing.iter().find(|finding| finding["next"] == *next);
+    let most = most.with_context(|| format!("it did not grow: {judged:?}"))?;
+    ensure!(
+        evidence(most).contains("/s, most of it anonymous mappings; "),
+        "{most}"
+    );
+    ensure!(most["level"] != "healthy", "{most}");
+    ensure!(ended.status.code() == Some(3), "{ended:?}");
     Ok(())
 }
 

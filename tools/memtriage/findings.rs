@@ -164,7 +164,7 @@ fn level_from_thresholds(number: f64, look: f64, act: f64) -> Level {
 }
 
 /// Formats a duration in its largest unit.
-fn age(age: Duration) -> String {
+pub(crate) fn age(age: Duration) -> String {
     match age.as_secs() {
         seconds @ 0..120 => format!("{seconds} s"),
         seconds @ 120..7200 => format!("{} min", seconds / 60),

@@ -15,6 +15,7 @@ mod record;
 mod screen;
 mod snapshot;
 mod subject;
+mod tendency;
 mod tools;
 mod unlinked;
 mod who;
@@ -201,8 +202,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let schedule = Schedule::of(&args);
     if let Some(subject) = Subject::of(args.pid, args.cgroup.as_deref())? {
         let shown = (args.all, args.containers.container);
-        subject::run(&subject, &schedule, shown, poller, &mut output)?;
-        return Ok(ExitCode::SUCCESS);
+        let worst = subject::run(&subject, &schedule, shown, poller, &mut output)?;
+        return Ok(status(worst));
     }
     let redraws = args.watch && args.output.is_none() && !args.json && io::stdout().is_terminal();
     let mut before = first_look(args.by)?;
@@ -234,10 +235,15 @@ fn run(args: Args) -> Result<ExitCode> {
         }
         before = now;
     }
-    Ok(match worst {
+    Ok(status(worst))
+}
+
+/// Returns the exit status of a run whose worst finding has this level.
+fn status(worst: Level) -> ExitCode {
+    match worst {
         Level::Healthy => ExitCode::SUCCESS,
         Level::Look | Level::Act => ExitCode::from(FINDINGS),
-    })
+    }
 }
 
 /// Reads the state of the machine for the first time, and says what is omitted.

@@ -11,6 +11,8 @@ use memtools::host::values::Values;
 use memtools::print::text;
 use memtools::process::container::CgroupInfo;
 use memtools::process::proc::{self, Stat};
+use nix::time::{ClockId, clock_gettime};
+use nix::unistd::{SysconfVar, sysconf};
 
 use crate::rankings::RankBy;
 
@@ -45,6 +47,14 @@ pub(crate) struct ProcessUsage {
 }
 
 impl ProcessUsage {
+    /// Returns the time since the start of the process. None if the kernel's clocks cannot be read.
+    pub(crate) fn age(&self) -> Option<Duration> {
+        let ticks = sysconf(SysconfVar::CLK_TCK).ok().flatten()?;
+        let started = Duration::from_secs_f64(self.started as f64 / ticks as f64);
+        let now: Duration = clock_gettime(ClockId::CLOCK_BOOTTIME).ok()?.into();
+        Some(now.saturating_sub(started))
+    }
+
     pub(crate) fn rss(&self) -> u64 {
         self.anon + self.file + self.shmem
     }
@@ -59,6 +69,11 @@ impl ProcessUsage {
 /// Reads all processes. A process that exits meanwhile is omitted, and so are kernel threads, which have no memory.
 pub(crate) fn all() -> Vec<ProcessUsage> {
     let pids = proc::all().unwrap_or_default();
+    pids.into_iter().filter_map(look_at).collect()
+}
+
+/// Reads these processes. A process that has exited is omitted.
+pub(crate) fn of(pids: Vec<u32>) -> Vec<ProcessUsage> {
     pids.into_iter().filter_map(look_at).collect()
 }
 

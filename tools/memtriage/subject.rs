@@ -9,6 +9,7 @@
 //! | `kernel` | memory.stat, version 2, from 5.18 on | contains page tables, stacks, slab, per-CPU data, vmalloc |
 //! | `total_cache` | memory.stat, version 1 | contains `total_shmem` |
 
+use std::collections::HashMap;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -19,15 +20,18 @@ use memtools::host::memory_cgroups;
 use memtools::host::values::Values;
 use memtools::print::output::Output;
 use memtools::print::text;
+use memtools::process::cgroup;
 use memtools::process::proc::{self, Process};
 use memtools::process::smaps::{self, MappedMemory};
 use memtools::run::poll::Poller;
 
 use crate::Schedule;
 use crate::accounting::Accounting;
+use crate::findings::{Finding, Level};
 use crate::huge_pages::HugePages;
 use crate::processes::{self, ProcessUsage};
 use crate::screen::{Host, ProcessRow, Table};
+use crate::tendency::{Headroom, Looks};
 
 /// Process or cgroup whose memory is shown.
 pub(crate) enum Subject {
@@ -40,23 +44,26 @@ pub(crate) enum Subject {
 struct SubjectSnapshot {
     at: Instant,
     accounting: Accounting,
-    /// Total memory of a process, and the memory of each mapping. None for a cgroup.
-    process: Option<(ProcessUsage, Vec<MappedMemory>)>,
+    /// The process, or the processes of the cgroup.
+    processes: Vec<ProcessUsage>,
+    /// Memory of each mapping of a process; empty for a cgroup.
+    mappings: Vec<MappedMemory>,
 }
 
-/// Prints the accounting of the subject's memory once, or as often as is scheduled, until a signal or the exit of the
-/// process. `all` shows each small part, `container` the column of that name.
+/// Prints the judgement and the accounting of the subject's memory once, or as often as is scheduled, until a signal or
+/// the exit of the process. `all` shows each small part, `container` the column of that name. Returns the worst level.
 pub(crate) fn run<'a>(
     subject: &'a Subject,
     schedule: &Schedule,
     (all, container): (bool, bool),
     mut poller: Poller<'a>,
     output: &mut Output,
-) -> Result<()> {
+) -> Result<Level> {
     if let Subject::Process(process) = subject {
         poller.watch_exit(process);
     }
     let mut before = subject.look()?;
+    let mut worst = Level::Healthy;
     for _ in 0..schedule.reports {
         if schedule.wait(&mut poller)? {
             break;
@@ -66,14 +73,14 @@ pub(crate) fn run<'a>(
             Err(_) if subject.is_gone() => break,
             Err(error) => return Err(error),
         };
-        subject.print(&before, &now, (all, container), output)?;
+        worst = worst.max(subject.print(&before, &now, (all, container), output)?);
         if schedule.interval.is_some() {
             output.header("")?;
         }
         output.flush()?;
         before = now;
     }
-    Ok(())
+    Ok(worst)
 }
 
 impl Subject {
@@ -116,7 +123,8 @@ impl Subject {
                 Ok(SubjectSnapshot {
                     at: Instant::now(),
                     accounting: of_process(&status, &mappings, &SharedFiles::of(pid), &stacks(pid)),
-                    process: Some((usage, mappings)),
+                    processes: vec![usage],
+                    mappings,
                 })
             }
             Self::Cgroup(folder) => {
@@ -126,7 +134,8 @@ impl Subject {
                 Ok(SubjectSnapshot {
                     at: Instant::now(),
                     accounting: of_cgroup(current, &stat, kernel),
-                    process: None,
+                    processes: processes::of(cgroup::processes_below(folder)?),
+                    mappings: Vec::new(),
                 })
             }
         }
@@ -138,7 +147,7 @@ impl Subject {
         now: &SubjectSnapshot,
         (all, container): (bool, bool),
         output: &mut Output,
-    ) -> Result<()> {
+    ) -> Result<Level> {
         let mut table = Table::new(&before.accounting, &now.accounting, all);
         match self {
             Self::Process(process) => table.pid = Some(process.pid()),
@@ -146,21 +155,52 @@ impl Subject {
         }
         let memory = Values::read("/proc/meminfo")?;
         output.row(&Host::now(&memory, now.at - before.at))?;
+        output.header("")?;
+        let growth = processes::growth(&before.processes, &now.processes);
+        let finding = self.judge(before, now, &growth, &memory);
+        output.row(&finding)?;
         output.row(&table)?;
-        let Some((usage, mappings)) = &now.process else {
-            return Ok(());
-        };
-        let earlier = before
-            .process
-            .as_ref()
-            .map_or(0, |(usage, _)| usage.anon_and_swap());
-        let growth = usage.anon_and_swap().cast_signed() - earlier.cast_signed();
-        output.header(&ProcessRow::header(container))?;
-        output.row(&ProcessRow::new(usage, growth, container))?;
-        match HugePages::of(usage.pid, mappings) {
-            Some(huge) => output.row(&huge),
-            None => Ok(()),
+        if let (Self::Process(_), Some(usage)) = (self, now.processes.first()) {
+            let growth = growth.get(&usage.pid).copied().unwrap_or_default();
+            output.header(&ProcessRow::header(container))?;
+            output.row(&ProcessRow::new(usage, growth, container))?;
+            if let Some(huge) = HugePages::of(usage.pid, &now.mappings) {
+                output.row(&huge)?;
+            }
         }
+        Ok(finding.level)
+    }
+
+    /// Judges the subject by two looks at it. `growth` is that of its processes in between.
+    fn judge(
+        &self,
+        before: &SubjectSnapshot,
+        now: &SubjectSnapshot,
+        growth: &HashMap<u32, i64>,
+        memory: &Values,
+    ) -> Finding {
+        let processes = now.processes.iter();
+        let process = processes.max_by_key(|usage| {
+            let grown = growth.get(&usage.pid).copied().unwrap_or_default();
+            (grown, usage.anon_and_swap())
+        });
+        let (age, folder) = match self {
+            Self::Process(process) => {
+                let path = cgroup::of_process(process.pid()).unwrap_or_default();
+                let folder = memory_cgroups::folder_with_memory(Path::new(&path));
+                (now.processes.first().and_then(ProcessUsage::age), folder)
+            }
+            Self::Cgroup(folder) => (None, folder.clone()),
+        };
+        let looks = Looks {
+            before: &before.accounting,
+            now: &now.accounting,
+            between: now.at - before.at,
+            process,
+            age,
+            headroom: Headroom::of(&folder, memory),
+        };
+        looks.judge()
     }
 }
 
