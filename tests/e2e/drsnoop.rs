@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use libtest_mimic::Trial;
 use memtools::print::text::grouped;
 use regex_lite::Regex;
@@ -19,6 +19,7 @@ use crate::pressure::{Group, Recording, Scarcity, Swap, Writer, vmstat};
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests!("drsnoop":
         columns_are_bccs,
+        a_summary_is_the_sum_of_the_rows,
         it_outlives_a_lack_of_memory,
         free_memory_without_memory_cgroups,
         users_are_filtered,
@@ -54,6 +55,40 @@ fn columns_are_bccs() -> Result<()> {
     let mut writer = Writer::start("memtools-columns")?;
     let tool = start(&["--memcg", "-p", &writer.pid(), "-TUv", "--hist"])?;
     columns_are_right(&mut writer, tool).map(drop)
+}
+
+/// The sums are those of all reclaims of the process.
+fn a_summary_is_the_sum_of_the_rows() -> Result<()> {
+    let mut writer = Writer::start("memtools-summary")?;
+    let pid = writer.pid();
+    let args = ["--memcg", "-j", "-p", &pid];
+    let (each, sums) = (start(&args)?, start(&[&args[..], &["--summary"]].concat())?);
+    writer.write()?;
+    let (each, sums) = (rows(&each.interrupt()?)?, sums.interrupt()?);
+    let all = sums.objects()?;
+    let [sums] = &all[..] else {
+        bail!("not one row: {sums:?}");
+    };
+    ensure!(
+        sums["type"] == "reclaim_summary" && sums["comm"] == "dd",
+        "{sums}"
+    );
+    ensure!(
+        sums["pid"] == pid.parse::<u64>()? && sums["kind"] == "memcg",
+        "{sums}"
+    );
+    ensure!(
+        sums["stalls"] == each.len() && each.len() >= 50,
+        "{} rows, {sums}",
+        each.len()
+    );
+    let pages = each
+        .iter()
+        .filter_map(|row| row["reclaimed_pages"].as_u64());
+    ensure!(sums["reclaimed_pages"] == pages.sum::<u64>(), "{sums}");
+    let [stalled, longest] = ["stalled_ns", "longest_ns"].map(|name| sums[name].as_u64());
+    ensure!(stalled >= longest && longest > Some(0), "{sums}");
+    Ok(())
 }
 
 /// Simulates a kernel without memory cgroups, by which the BPF program finds the zones.

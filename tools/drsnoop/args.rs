@@ -23,6 +23,8 @@ examples:
   drsnoop                      one line per direct reclaim
   drsnoop -Tp 1234             process 1234, with the time
   drsnoop -U -v                with user IDs and free memory
+  drsnoop --memcg --summary -d 10
+                               who was stalled, and for how long
   drsnoop --memcg -e
                                also for a memory cgroup's limit, with order,
                                flags and cgroups
@@ -70,6 +72,13 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) stack: bool,
 
+    /// Print sums by process and cgroup at the end
+    ///
+    /// The reclaims themselves are not printed. SHARE is the time that tasks of the process were stalled, in percent of
+    /// the time of the trace.
+    #[arg(long, conflicts_with_all = ["timestamp", "print_uid", "extended", "stack", "container", "verbose", "tid"])]
+    pub(crate) summary: bool,
+
     /// Print a latency histogram at the end
     #[arg(long)]
     pub(crate) hist: bool,
@@ -115,11 +124,11 @@ impl Args {
     }
 
     pub(crate) fn wants_cgroups(&self) -> bool {
-        self.extended || self.containers.wanted(self.common.wants_cgroups())
+        self.extended || self.summary || self.containers.wanted(self.common.wants_cgroups())
     }
 
     pub(crate) fn wants_limited(&self) -> bool {
-        self.memcg && (self.extended || self.common.json)
+        self.memcg && !self.summary && (self.extended || self.common.json)
     }
 
     pub(crate) fn shows_free(&self) -> bool {
@@ -142,6 +151,13 @@ mod tests {
 
     #[test]
     fn wrong_usage_is_refused() {
-        cli::assert_refuses::<Args>(&["-t 0", "-u root", "-d 0", "1"]);
+        cli::assert_refuses::<Args>(&[
+            "-t 0",
+            "-u root",
+            "-d 0",
+            "1",
+            "--summary -T",
+            "--stack --summary",
+        ]);
     }
 }

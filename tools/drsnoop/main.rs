@@ -7,6 +7,7 @@ mod args;
 mod attach;
 mod printer;
 mod row;
+mod summary;
 
 use std::process::ExitCode;
 
@@ -15,6 +16,7 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::attach::capture_log;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
+use memtools::export::format::FileFormat;
 use memtools::export::metrics;
 use memtools::process::filter::TaskKind;
 use memtools::process::traced_code::TracedCode;
@@ -38,6 +40,11 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(false);
+    if args.summary {
+        // A timeline has the reclaims themselves.
+        let formats = [&FileFormat::OF_PROFILES[..], &[FileFormat::Prometheus]].concat();
+        args.common.export.expect("with --summary", &formats)?;
+    }
     let exports = args
         .profile
         .prepare(&args.common.export, args.target_description())?;
@@ -77,8 +84,7 @@ fn run(args: Args) -> Result<ExitCode> {
         privileges::keep_reporting(&args.target)?;
     }
     eprintln!("drsnoop: tracing direct reclaim ({how}), Ctrl-C to end");
-    printer.output.header(&args.columns().header())?;
-    printer.output.flush()?;
+    printer.begin()?;
     target.release()?;
     target.watch_exit(&mut poller);
     if printer.metrics.is_enabled() {

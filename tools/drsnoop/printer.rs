@@ -26,6 +26,7 @@ use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::{event, reclaim_kind};
 use crate::row::{Columns, Kind, Row};
+use crate::summary::Summary;
 
 /// Families that --export writes.
 pub(crate) static METRICS: [&Family; 3] = [&STALLS, &STALLED, &RECLAIMED];
@@ -59,6 +60,8 @@ pub(crate) struct Printer<'a> {
     /// End of the first reclaim.
     first_ns: Option<u64>,
     latencies: Option<Histogram>,
+    /// Sums that are printed in place of the rows, if they are requested.
+    summary: Option<Summary>,
     stacks: EventStacks<'a, MapMut<'static>>,
     print_stacks: bool,
     /// Samples for the files, by process, its name and the ids of its stacks.
@@ -90,6 +93,7 @@ impl<'a> Printer<'a> {
             limited: args.wants_limited().then(Cgroups::of_memory),
             first_ns: None,
             latencies: args.hist.then(Histogram::new),
+            summary: args.summary.then(|| Summary::new(args.memcg)),
             stacks,
             print_stacks: args.stack,
             stalls: HashMap::new(),
@@ -100,6 +104,14 @@ impl<'a> Printer<'a> {
             told_of_free: false,
             columns: args.columns(),
         })
+    }
+
+    /// Prints the header of the rows.
+    pub(crate) fn begin(&mut self) -> Result<()> {
+        if self.summary.is_none() {
+            self.output.header(&self.columns.header())?;
+        }
+        self.output.flush()
     }
 
     pub(crate) fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
@@ -147,7 +159,10 @@ impl<'a> Printer<'a> {
                 columns: self.columns,
             };
             row.record_metrics(&mut self.metrics);
-            self.output.row(&row)?;
+            match &mut self.summary {
+                Some(summary) => summary.add(row),
+                None => self.output.row(&row)?,
+            }
         }
         self.stacks.renew()?;
         self.output.flush()
@@ -184,8 +199,14 @@ impl<'a> Printer<'a> {
         }
     }
 
-    /// Prints the histogram, if it is requested, and reports lost names.
+    /// Prints the sums and the histogram, if they are requested, and reports lost names.
     pub(crate) fn print_end(&mut self) -> Result<()> {
+        if let Some(summary) = self.summary.take() {
+            let (header, rows) = summary.end();
+            self.output.header(&header)?;
+            rows.iter().try_for_each(|row| self.output.row(row))?;
+            self.output.flush()?;
+        }
         if let Some(buckets) = self.latencies.take() {
             let name = "latency_ns";
             self.output.header("")?;

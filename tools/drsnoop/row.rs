@@ -60,7 +60,7 @@ impl Columns {
 }
 
 /// Reason of a reclaim.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Kind {
     /// The machine, or a node of it, was short of free memory.
