@@ -11,6 +11,7 @@
 //! | `VmallocUsed` (pages since 5.3) | contains `KernelStack`, as stacks are mapped by vmalloc | kernel/fork.c, CONFIG_VMAP_STACK |
 //! | `Zswap` | contained in `nr_zspages`, where zsmalloc holds it | mm/zsmalloc.c; zram is in `nr_zspages` alone |
 //! | `KReclaimable` (4.20) | contains `SReclaimable` | fs/proc/meminfo.c |
+//! | `mem` of /proc/net/sockstat | partly in slab: headers of packets, and small packets | net/core/sock.c: `sk_memory_allocated` |
 //! | `MemFree` | omits pages in lists of CPUs | mm/page_alloc.c; /proc/zoneinfo has them |
 
 use memtools::host::values::{self, Values};
@@ -97,6 +98,14 @@ impl Accounting {
         Self::new("MemTotal", of("MemTotal"), parts)
     }
 
+    /// Adds a part of which an unknown amount is in other parts, too. It gets at most what is in no other part.
+    pub(crate) fn with_overlapping(mut self, name: &'static str, bytes: u64) -> Self {
+        let rest = u64::try_from(self.unaccounted()).unwrap_or_default();
+        let bytes = bytes.min(rest);
+        self.parts.push(MemoryPart { name, bytes });
+        self
+    }
+
     /// Returns the bytes that are in no part; below 0 where parts overlap in an unknown way.
     pub(crate) fn unaccounted(&self) -> i64 {
         let sum: u64 = self.parts.iter().map(|part| part.bytes).sum();
@@ -149,6 +158,16 @@ KernelStack: 8 kB\nPageTables: 12 kB\nVmallocUsed: 20 kB\nPercpu: 4 kB\nHugetlb:
             accounting.total.cast_signed()
         );
         assert_eq!(accounting.unaccounted() / 1024, 1000 - 906);
+    }
+
+    #[test]
+    fn a_part_that_overlaps_others_is_no_more_than_the_rest() {
+        let accounting = || example();
+        let of = |bytes| accounting().with_overlapping("sockets", bytes);
+        let rest = accounting().unaccounted();
+        assert_eq!(of(4096).unaccounted(), rest - 4096);
+        assert_eq!(of(1 << 30).unaccounted(), 0);
+        assert_eq!(of(1 << 30).part("sockets"), Some(rest.unsigned_abs()));
     }
 
     #[test]

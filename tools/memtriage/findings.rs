@@ -84,7 +84,7 @@ impl<T: Into<String>> From<T> for Next {
 type Rule = fn(&Evidence<'_>) -> Judgement;
 
 /// Rules about the machine, the most important first.
-const RULES: [(&str, Rule); 18] = [
+const RULES: [(&str, Rule); 19] = [
     ("oom-kills", scarcity::oom_kills),
     ("running-out", scarcity::running_out),
     ("swap-in", scarcity::swap_in),
@@ -94,6 +94,7 @@ const RULES: [(&str, Rule); 18] = [
     ("direct-reclaim", scarcity::direct_reclaim),
     ("swap-full", scarcity::swap_full),
     ("unaccounted", holders::unaccounted),
+    ("sockets", holders::sockets),
     ("slab", holders::slab),
     ("shmem", holders::shmem),
     ("orphaned-shm", holders::orphaned_shm),

@@ -47,11 +47,15 @@ impl Snapshot {
         let memory = Values::read("/proc/meminfo")?;
         let counters = Values::read("/proc/vmstat")?;
         let zoneinfo = fs::read_to_string("/proc/zoneinfo").unwrap_or_default();
+        let sockstat = fs::read_to_string("/proc/net/sockstat").unwrap_or_default();
+        let page_bytes = page_size::page_bytes()?;
+        let accounting = Accounting::of(&memory, &counters, &zoneinfo, page_bytes)
+            .with_overlapping(SOCKET_BUFFERS, socket_buffers(&sockstat, page_bytes));
         let slabs = Slabinfo::read();
         Ok(Self {
             at: Instant::now(),
             holders: by.holders(&slabs)?,
-            accounting: Accounting::of(&memory, &counters, &zoneinfo, page_size::page_bytes()?),
+            accounting,
             memory,
             counters,
             processes: processes::all(),
@@ -59,6 +63,24 @@ impl Snapshot {
             groups: MemoryCgroups::read(),
         })
     }
+}
+
+/// Name of the part of memory that sockets hold.
+pub(crate) const SOCKET_BUFFERS: &str = "socket buffers";
+
+/// Returns the bytes of packets that sockets of all network namespaces hold. A line of /proc/net/sockstat has the name of
+/// a protocol, and pairs of a name and a number; `mem` counts pages, and `memory` bytes.
+fn socket_buffers(sockstat: &str, page_bytes: u64) -> u64 {
+    let words: Vec<&str> = sockstat.split_ascii_whitespace().collect();
+    let numbers = words.windows(2).filter_map(|pair| {
+        let number: u64 = pair[1].parse().ok()?;
+        match pair[0] {
+            "mem" => Some(number.saturating_mul(page_bytes)),
+            "memory" => Some(number),
+            _ => None,
+        }
+    });
+    numbers.fold(0, u64::saturating_add)
 }
 
 /// Inverse of the share of all memory from which on shared memory is searched for files without a name. Below that
@@ -195,6 +217,13 @@ mod tests {
             }
         );
         assert_eq!(Orphans::parse(""), Orphans::default());
+    }
+
+    #[test]
+    fn packets_of_all_protocols_are_added_up() {
+        let text = "sockets: used 17\nTCP: inuse 1 orphan 0 tw 0 alloc 1 mem 3\nUDP: inuse 0 mem 2\n\
+                    UDPLITE: inuse 0\nRAW: inuse 0\nFRAG: inuse 1 memory 100\n";
+        assert_eq!(socket_buffers(text, 4096), 5 * 4096 + 100);
     }
 
     #[test]

@@ -41,7 +41,10 @@ fn a_file_larger_than_its_cache() -> Result<()> {
         evidence.starts_with(&format!("/{NAME} uses ")),
         "{evidence}"
     );
-    ensure!(finding["next"] == "drsnoop --memcg -e -d 10", "{finding}");
+    ensure!(
+        finding["next"] == "drsnoop --memcg --summary -d 10",
+        "{finding}"
+    );
     let refaults = current_findings(&objects)
         .into_iter()
         .find(|finding| finding["rule"] == "refaults")
@@ -72,7 +75,7 @@ fn a_file_larger_than_memory() -> Result<()> {
     let (finding, evidence) = foremost_beside(&objects, "running-out", "refaults")?;
     let by = format!("; most by read(2), of reread (pid {}), ", reader.pid());
     ensure!(evidence.contains(&by), "{evidence}");
-    ensure!(finding["next"] == "vmscan -k -d 10", "{finding}");
+    ensure!(finding["next"] == "vmscan --by-cgroup -d 10", "{finding}");
     expect_all_accounted_for(&objects)
 }
 
@@ -145,7 +148,8 @@ fn storm_of_swap() -> Result<Vec<Value>> {
     let (finding, evidence) = foremost_beside(&objects, "cgroup-limit", "swap-in")?;
     let by = format!("; most by thrash (pid {}), ", thrash.pid());
     ensure!(evidence.contains(&by), "{evidence}");
-    ensure!(finding["next"] == "swapin -s -d 10", "{finding}");
+    let next = format!("swapin -s -p {} -d 10", thrash.pid());
+    ensure!(finding["next"] == *next, "{finding}");
     expect_all_accounted_for(&objects)?;
     sum_by(answer(&objects, "swap-in")?, "write_pages")?;
     let ended = harness::run("swapin", &["-s", "-j", "-d", "2"])?;

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::Write;
+use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -15,6 +16,7 @@ use crate::pressure::Setting;
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memtriage":
         parts_and_the_rest_are_all_of_memory,
+        packets_that_are_not_read_are_accounted_for,
         little_is_unaccounted_for [Guest],
         numbers_are_those_of_free_and_slabtop [Once],
         shares_are_those_of_smem [Once],
@@ -36,9 +38,34 @@ fn parts_and_the_rest_are_all_of_memory() -> Result<()> {
     let healthy = to_look_at
         .clone()
         .all(|finding| finding["level"] == "healthy");
-    ensure!(to_look_at.count() >= 18, "{ended:?}");
+    ensure!(to_look_at.count() >= 19, "{ended:?}");
     let expected = if healthy { 0 } else { 3 };
     ensure!(ended.status.code() == Some(expected), "{ended:?}");
+    Ok(())
+}
+
+/// Bytes that were sent and that no program reads are a part of memory.
+fn packets_that_are_not_read_are_accounted_for() -> Result<()> {
+    const CONNECTIONS: usize = 61;
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let mut held = Vec::new();
+    let (mut sent, bytes) = (0, vec![1; 1 << 20]);
+    for _ in 0..CONNECTIONS {
+        let mut from = TcpStream::connect(listener.local_addr()?)?;
+        let to = listener.accept()?;
+        from.set_nonblocking(true)?;
+        while let Ok(written) = from.write(&bytes) {
+            sent += written as u64;
+        }
+        held.push((from, to));
+    }
+    let (objects, _) = triage(&[])?;
+    let table = accounting(&objects)?;
+    let buffers = part(table, "socket buffers")?;
+    ensure!(
+        sent > 61 << 20 && buffers >= sent / 2,
+        "{sent} sent: {table}"
+    );
     Ok(())
 }
 

@@ -57,7 +57,7 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
         text += &format!("; {kills} of its processes were killed just now");
     }
     let next = if hits >= 10.0 {
-        Next::from("drsnoop --memcg -e -d 10").with_culprit(Culprit::Reclaimers)
+        Next::from("drsnoop --memcg --summary -d 10").with_culprit(Culprit::Reclaimers)
     } else if evidence.now.groups.version_1 {
         // memleak supports only cgroups of version 2.
         Next::from("faults --by-process -d 10").with_culprit(Culprit::Processes)

@@ -62,8 +62,15 @@ impl Evidence<'_> {
 
     /// Returns the process with the most memory that only it can give back.
     pub(super) fn largest(&self) -> Option<&ProcessUsage> {
+        self.largest_by(ProcessUsage::anon_and_swap)
+    }
+
+    /// Returns the process, other than the tools themselves, whose number of bytes is largest. None if all are 0.
+    pub(super) fn largest_by(&self, bytes: impl Fn(&ProcessUsage) -> u64) -> Option<&ProcessUsage> {
         let processes = self.now.processes.iter();
-        processes.max_by_key(|usage| (usage.anon_and_swap(), Reverse(usage.pid)))
+        processes
+            .filter(|usage| bytes(usage) > 0 && !is_tool(&usage.comm))
+            .max_by_key(|usage| (bytes(usage), Reverse(usage.pid)))
     }
 
     /// Returns the process that has grown most, other than the tools themselves, with its growth in bytes. None if no

@@ -3,6 +3,7 @@
 use super::{Evidence, Judgement, Level, Next, level_from_thresholds};
 use crate::findings::shell_word;
 use crate::screen::size;
+use crate::snapshot::SOCKET_BUFFERS;
 use crate::who::Culprit;
 
 /// Judges unaccounted memory. Look: a twentieth of memory is in none of the kernel's numbers. Act: three twentieths.
@@ -15,6 +16,24 @@ pub(super) fn unaccounted(evidence: &Evidence<'_>) -> Judgement {
     );
     let next = Next::from("memleak -k 10").with_culprit(Culprit::KernelPages);
     (level_from_thresholds(share, 5.0, 15.0), text, next)
+}
+
+/// Judges sockets. Look: a twentieth of memory is in packets that no program has read, or that no peer has
+/// acknowledged. Act: three twentieths.
+pub(super) fn sockets(evidence: &Evidence<'_>) -> Judgement {
+    let bytes = evidence.now.accounting.part(SOCKET_BUFFERS);
+    let bytes = bytes.unwrap_or_default();
+    let share = evidence.share(bytes);
+    let text = format!(
+        "socket buffers: {}, {share:.1} % of memory: packets that were not read yet, or not acknowledged",
+        size(bytes)
+    );
+    // The memory of each socket, and its processes, are reported over netlink, which ss(8) reads.
+    (
+        level_from_thresholds(share, 5.0, 15.0),
+        text,
+        "ss --memory --processes --tcp --udp".into(),
+    )
 }
 
 /// Judges slabs. Look: slabs that cannot be reclaimed have 15 % of memory. Act: 30 %.
@@ -61,8 +80,7 @@ pub(super) fn shmem(evidence: &Evidence<'_>) -> Judgement {
             nameless.pid
         );
     }
-    let processes = evidence.now.processes.iter();
-    let most = processes.max_by_key(|usage| usage.shmem);
+    let most = evidence.largest_by(|usage| usage.shmem);
     if let Some(most) = most.filter(|usage| usage.shmem > bytes / 10) {
         text += &format!(
             "; most in {} (pid {}), {}",

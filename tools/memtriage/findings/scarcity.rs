@@ -109,7 +109,7 @@ pub(super) fn pressure(evidence: &Evidence<'_>) -> Judgement {
     let next = if evidence.swap_ins() >= 1.0 {
         Next::from("swapin -s -d 10").with_culprit(Culprit::Readers)
     } else {
-        Next::from("drsnoop --memcg -d 10").with_culprit(Culprit::Reclaimers)
+        Next::from("drsnoop --memcg --summary -d 10").with_culprit(Culprit::Reclaimers)
     };
     (level, text, next)
 }
@@ -118,7 +118,7 @@ pub(super) fn pressure(evidence: &Evidence<'_>) -> Judgement {
 pub(super) fn direct_reclaim(evidence: &Evidence<'_>) -> Judgement {
     let rate = evidence.rate_of_prefix("allocstall");
     let text = format!("{rate:.0} direct reclaims per second");
-    let next = Next::from("drsnoop -d 10").with_culprit(Culprit::Reclaimers);
+    let next = Next::from("drsnoop --summary -d 10").with_culprit(Culprit::Reclaimers);
     (level_from_thresholds(rate, 1.0, 100.0), text, next)
 }
 
@@ -126,13 +126,15 @@ pub(super) fn direct_reclaim(evidence: &Evidence<'_>) -> Judgement {
 pub(super) fn swap_in(evidence: &Evidence<'_>) -> Judgement {
     let (read, written) = (evidence.swap_ins(), evidence.swap_outs());
     let mut text = format!("{read:.0} pages/s are swapped in, {written:.0} out");
+    let mut next = "swapin -s -d 10".to_owned();
     if let Some((most, faults)) = evidence.fastest_by(|usage| usage.major_faults) {
+        next = format!("swapin -s -p {} -d 10", most.pid);
         text += &format!(
             "; most by {} (pid {}), which waits {faults:.0} times per second",
             most.comm, most.pid
         );
     }
-    let next = Next::from("swapin -s -d 10").with_culprit(Culprit::Readers);
+    let next = Next::from(next).with_culprit(Culprit::Readers);
     (level_from_thresholds(read, 100.0, 1000.0), text, next)
 }
 
@@ -148,8 +150,7 @@ pub(super) fn swap_full(evidence: &Evidence<'_>) -> Judgement {
     }
     let share = used as f64 * 100.0 / total as f64;
     let mut text = format!("{share:.0} % of {} of swap are used", size(total));
-    let most = evidence.now.processes.iter().max_by_key(|usage| usage.swap);
-    let most = most.filter(|usage| usage.swap > 0);
+    let most = evidence.largest_by(|usage| usage.swap);
     if let Some(most) = most {
         text += &format!(
             "; most by {} (pid {}), {}",
@@ -198,7 +199,7 @@ pub(super) fn refaults(evidence: &Evidence<'_>) -> Judgement {
         );
     }
     // None of the tools shows the stacks that read pages which are soon dropped again.
-    (level, text, "vmscan -k -d 10".into())
+    (level, text, "vmscan --by-cgroup -d 10".into())
 }
 
 /// Judges compaction. Look: a task had to compact memory for a large page once per second. Act: a hundred times.

@@ -139,7 +139,7 @@ fn each_cgroup_near_its_limit_is_a_finding() {
     assert_eq!(findings[0].level, Level::Act);
     assert_eq!(
         findings[0].next.as_deref(),
-        Some("drsnoop --memcg -e -d 10")
+        Some("drsnoop --memcg --summary -d 10")
     );
     machine.now.groups.limited[0].hits = 5;
     machine.now.groups.limited[0].oom_kills = 1;

@@ -9,13 +9,13 @@ fn rates_of_the_counters() {
             "allocstall_normal 7\n",
             "direct-reclaim",
             Level::Look,
-            "drsnoop -d 10",
+            "drsnoop --summary -d 10",
         ),
         (
             "allocstall_normal 70\nallocstall_movable 70\n",
             "direct-reclaim",
             Level::Act,
-            "drsnoop -d 10",
+            "drsnoop --summary -d 10",
         ),
         ("pswpin 101\n", "swap-in", Level::Look, "swapin -s -d 10"),
         ("pswpin 1009\n", "swap-in", Level::Act, "swapin -s -d 10"),
@@ -79,7 +79,7 @@ fn refaults_without_faults_are_of_who_reads_most() {
         "refaults",
         Level::Look,
         "; most by read(2), of eater (pid 4242), 40.0M/s from disk",
-        "vmscan -k -d 10",
+        "vmscan --by-cgroup -d 10",
     );
 }
 
@@ -91,7 +91,7 @@ fn who_waits_for_swap_is_named() {
         "swap-in",
         Level::Act,
         "; most by eater (pid 4242), which waits 997 times per second",
-        "swapin -s -d 10",
+        "swapin -s -p 4242 -d 10",
     );
 }
 
@@ -255,14 +255,19 @@ fn pressure_is_of_some_or_of_all() {
     let mut pressure = Pressure::default();
     pressure.some.avg10 = 11.0;
     machine.around.pressure = Some(pressure);
-    machine.expect("pressure", Level::Look, "11.0 %", "drsnoop --memcg -d 10");
+    machine.expect(
+        "pressure",
+        Level::Look,
+        "11.0 %",
+        "drsnoop --memcg --summary -d 10",
+    );
     pressure.full.avg10 = 6.0;
     machine.around.pressure = Some(pressure);
     machine.expect(
         "pressure",
         Level::Act,
         "all at once 6.0 %",
-        "drsnoop --memcg -d 10",
+        "drsnoop --memcg --summary -d 10",
     );
     machine.around.pressure = None;
     assert_eq!(machine.findings(), []);
