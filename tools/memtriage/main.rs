@@ -76,8 +76,8 @@ examples:
                                with the container or systemd unit of each
                                process
   memtriage -p 1234
-                               memory of a process: heap, stacks,
-                               files
+                               memory of a process: whether it grows, and
+                               where it is
   memtriage --cgroup db        memory of a cgroup: a unit, a container ID, or a path
   memtriage --who 10
                                also trace for 10 seconds, and show the
