@@ -110,8 +110,13 @@ impl Reach {
             leads: vec![false; count],
             objects,
         };
-        found.sort_by_cached_key(|&(root, _)| roots::place(image, root).rank());
+        let rank = |root: Root| roots::place(image, root).rank();
+        found.sort_by_cached_key(|&(root, _)| rank(root));
+        // What counts as a reference comes first, as only that says who holds an object of CPython.
+        let counted =
+            python::sort_counted_first(&mut found, rank, &reach.references, count, python);
         reach.roots = found.iter().map(|&(root, _)| root).collect();
+        reach.flood(&found[..counted], Class::Reachable);
         reach.flood(&found, Class::Reachable);
         reach.flood(&found, Class::Interior);
         reach.flood_disguised(image, heap);

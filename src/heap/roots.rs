@@ -84,13 +84,16 @@ pub enum RootPlace {
 }
 
 impl RootPlace {
+    /// Rank of memory that is no variable. Stacks and registers have higher ranks.
+    pub(super) const RANK_OF_OTHERS: u8 = 2;
+
     /// Returns how well a place says who holds a block, with the best place first. From two chains of the same
     /// length, the one from the better place is reported.
     pub fn rank(&self) -> u8 {
         match self {
             Self::Module { .. } => 0,
             Self::ThreadLocal { .. } => 1,
-            Self::Other { .. } | Self::Kernel { .. } => 2,
+            Self::Other { .. } | Self::Kernel { .. } => Self::RANK_OF_OTHERS,
             Self::Stack { .. } => 3,
             Self::Register { .. } => 4,
         }

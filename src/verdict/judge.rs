@@ -17,7 +17,7 @@ use super::traced_blocks::{AllocSite, TracedBlocks};
 /// Maximum number of blocks that a tree is made of.
 pub(super) const MAX_TREE_BLOCKS: usize = 1000;
 /// Maximum number of blocks of a chain that are followed. The chain through a list can have millions.
-const MAX_CHAIN_BLOCKS: usize = 1000;
+pub(super) const MAX_CHAIN_BLOCKS: usize = 1000;
 /// Largest number of blocks from which the holders of a group are found. The estimate of a share is then wrong by 6 %
 /// of all in one of twenty cases.
 const MAX_SAMPLE: usize = 256;
@@ -337,27 +337,27 @@ impl Tree {
     }
 }
 
+/// Reference path to a block.
+#[derive(Debug)]
+pub(super) struct Path {
+    /// Name of the variable, or of another root, at which the path begins.
+    pub(super) root: String,
+    /// Blocks of the path, the nearest first; of a long path, those that are nearest.
+    pub(super) chain: Vec<usize>,
+}
+
 /// Returns the labels by which ways of holding a block are distinguished: the root's variable, and the kinds of the
 /// nearest holders. Repeated labels, as along a list, count once, and so do further blocks of the block's own kind.
-pub(super) fn way(
-    reach: &Reach,
-    block: usize,
-    root: String,
-    kind: impl Fn(usize) -> Kind,
-) -> Vec<String> {
+pub(super) fn way(block: usize, path: Path, kind: impl Fn(usize) -> Kind) -> Vec<String> {
     let name = |of: &Kind| match of {
         Kind::Type(name) => name.clone(),
         Kind::Size(_) => String::new(),
     };
     let mut labels = vec![name(&kind(block))];
-    labels.extend(
-        reach
-            .nearest(block, NEAREST)
-            .into_iter()
-            .map(|by| name(&kind(by))),
-    );
+    let nearest = path.chain.into_iter().take(NEAREST);
+    labels.extend(nearest.map(|by| name(&kind(by))));
     labels.dedup();
-    labels[0] = root;
+    labels[0] = path.root;
     labels
 }
 
@@ -374,53 +374,18 @@ pub(super) fn shown(chain: usize, most: usize, is_own: impl Fn(usize) -> bool) -
     (0..most).chain(own).collect()
 }
 
-/// Whether a name of CPython is of a type that programs are made of, and that says nothing about this one.
-pub(super) fn is_plain_python(name: &str) -> bool {
-    const PLAIN: [&str; 26] = [
-        "dict",
-        "list",
-        "tuple",
-        "set",
-        "frozenset",
-        "str",
-        "bytes",
-        "bytearray",
-        "int",
-        "float",
-        "complex",
-        "function",
-        "method",
-        "builtin_function_or_method",
-        "code",
-        "cell",
-        "frame",
-        "generator",
-        "type",
-        "module",
-        "ModuleSpec",
-        "SourceFileLoader",
-        "property",
-        "classmethod",
-        "staticmethod",
-        "weakref",
-    ];
-    PLAIN.contains(&name)
-}
-
-/// Returns the tree of what holds these blocks, of the first [`MAX_TREE_BLOCKS`]. `root` names the root at which a
-/// block's chain begins.
+/// Returns the tree of what holds these blocks, of the first [`MAX_TREE_BLOCKS`].
 pub(super) fn tree(
     heap: &Heap,
-    reach: &Reach,
     seen: &TracedBlocks,
     blocks: &[usize],
-    root: impl Fn(usize) -> String,
+    path: impl Fn(usize) -> Path,
     label: impl Fn(usize) -> String,
 ) -> Tree {
     let mut tree = Tree::default();
     for &block in blocks.iter().take(MAX_TREE_BLOCKS) {
-        let chain = reach.nearest(block, MAX_CHAIN_BLOCKS);
-        let mut labels = vec![root(block)];
+        let Path { root, chain } = path(block);
+        let mut labels = vec![root];
         labels.extend(chain.iter().rev().map(|&by| label(by)));
         labels.push(label(block));
         tree.add(&labels, seen.bytes(block, &heap.blocks()[block]));
@@ -494,7 +459,6 @@ mod tests {
             [0, 1, 2, 3, 4, 5, 50, 51]
         );
         assert_eq!(shown(100, 6, |_| false), [0, 1, 2, 3, 4, 5]);
-        assert!(is_plain_python("dict") && !is_plain_python("Session"));
     }
 
     #[test]

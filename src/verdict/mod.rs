@@ -407,14 +407,28 @@ impl<'a> HeapAnalysis<'a> {
         let sampled = reachable.iter().flat_map(|group| group.sample());
         let roots = sampled.chain(asked.copied()).filter_map(start);
         let names = RootNames::of(&self.image, roots);
-        let root = |block: usize| names.variable(&self.image, start(block));
+        let globals = types::ModuleGlobals::of(&self.image, heap, types);
+        let path = |block: usize| {
+            let mut chain = self.reach.nearest(block, judge::MAX_CHAIN_BLOCKS);
+            let root = match python_global(&globals, block, &mut chain) {
+                Some(global) => global,
+                None => names.variable(&self.image, start(block)),
+            };
+            judge::Path { root, chain }
+        };
         let reachable = reachable.into_iter().map(|group| {
             let origin = origin_of(group, stacks)?;
             let chain = |holder: &judge::Holder| {
-                let root = names.root(&self.image, start(holder.example));
-                self.chain(holder, kind, root, |at| is_own(types, at))
+                let (mut chain, root) = self.reach.chain(holder.example);
+                let root = match python_global(&globals, holder.example, &mut chain) {
+                    Some(global) => global,
+                    None => names.root(&self.image, root),
+                };
+                self.chain(holder, kind, judge::Path { root, chain }, |at| {
+                    types.of_block(at).is_some_and(types::Type::is_own)
+                })
             };
-            Ok(self.reachable(group, kind, root, chain, origin))
+            Ok(self.reachable(group, kind, path, chain, origin))
         });
         let whys = questions.iter();
         Ok(Report {
@@ -428,7 +442,7 @@ impl<'a> HeapAnalysis<'a> {
             reachable: reachable.collect::<Result<_>>()?,
             groups: judgement.lost.len() + judgement.reachable.len(),
             whys: whys
-                .map(|(question, blocks)| self.why(question, blocks, kind, root))
+                .map(|(question, blocks)| self.why(question, blocks, kind, path))
                 .collect(),
             memcheck: Memcheck::from(&judgement.sums),
             next: self.next(!settings.why.is_empty(), &judgement),
@@ -482,13 +496,13 @@ impl<'a> HeapAnalysis<'a> {
         &self,
         group: &judge::Group,
         kind: impl Fn(usize) -> Kind,
-        root: impl Fn(usize) -> String,
+        path: impl Fn(usize) -> judge::Path,
         chain: impl Fn(&judge::Holder) -> Chain,
         origin: Option<Origin>,
     ) -> Reachable {
         let heap = &self.heap;
         let bytes = |block: usize| self.seen.bytes(block, &heap.blocks()[block]);
-        let way = |block: usize| judge::way(&self.reach, block, root(block), &kind);
+        let way = |block: usize| judge::way(block, path(block), &kind);
         let holders = group.holders(bytes, way);
         let example = judge::Holder {
             example: group.example,
@@ -508,16 +522,16 @@ impl<'a> HeapAnalysis<'a> {
         }
     }
 
-    /// Describes the reference path to the example of a holder, from the root with this name.
+    /// Describes the reference path to the example of a holder.
     fn chain(
         &self,
         holder: &judge::Holder,
         kind: impl Fn(usize) -> Kind,
-        root: String,
+        path: judge::Path,
         is_own: impl Fn(usize) -> bool,
     ) -> Chain {
         let blocks = self.heap.blocks();
-        let (chain, _) = self.reach.chain(holder.example);
+        let judge::Path { root, chain } = path;
         let indexes = judge::shown(chain.len(), CHAIN, |at| is_own(chain[at]));
         let label = |by: usize| text::escape(&judge::describe(&kind(by), &blocks[by])).into_owned();
         Chain {
@@ -587,14 +601,14 @@ impl<'a> HeapAnalysis<'a> {
         question: &str,
         blocks: &[usize],
         kind: impl Fn(usize) -> Kind,
-        root: impl Fn(usize) -> String,
+        path: impl Fn(usize) -> judge::Path,
     ) -> Why {
         let heap = &self.heap;
         let label = |block: usize| {
             let label = judge::describe(&kind(block), &heap.blocks()[block]);
             text::escape(&label).into_owned()
         };
-        let all = judge::tree(heap, &self.reach, &self.seen, blocks, root, label);
+        let all = judge::tree(heap, &self.seen, blocks, path, label);
         let (tree, more) = Branch::list(&all, 0);
         Why {
             question: question.to_owned(),
@@ -607,13 +621,15 @@ impl<'a> HeapAnalysis<'a> {
     }
 }
 
-/// Whether a block is an object of one of the program's own types.
-fn is_own(types: &types::Names, block: usize) -> bool {
-    types.of_block(block).is_some_and(|of| match of.kind {
-        types::Kind::Class => true,
-        types::Kind::Python => !judge::is_plain_python(&of.name),
-        _ => false,
-    })
+/// Returns the variable of a Python module that holds a block, if there is one, and cuts the chain of the block there.
+pub fn python_global(
+    globals: &types::ModuleGlobals<'_>,
+    block: usize,
+    chain: &mut Vec<usize>,
+) -> Option<String> {
+    let (length, name) = globals.holder(block, chain)?;
+    chain.truncate(length);
+    Some(format!("Python global {name}"))
 }
 
 /// Returns the stack and the ages of a group's blocks, if their allocation was traced.

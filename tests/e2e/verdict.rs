@@ -257,6 +257,13 @@ fn expect_objects_by_counts(python: &Python) -> Result<()> {
             .find(|row| row["type"] == "reachable" && row["name"] == name);
         let held = held.with_context(|| format!("no {name}"))?;
         ensure!(held["blocks"] == blocks, "{held}");
+        let is_global = held["root"] == "Python global __main__.kept";
+        // The interpreter's own block has old references up to 3.10, and these are shorter paths.
+        let has_old_references = python.to_string().contains("/3.10.");
+        ensure!(
+            is_global == (name == "Kept") || has_old_references,
+            "{held}"
+        );
     }
     Ok(())
 }

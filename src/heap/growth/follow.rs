@@ -52,6 +52,11 @@ impl Key {
         }
     }
 
+    /// Whether the type is one of the program's own.
+    pub fn is_own(&self) -> bool {
+        matches!(self, Self::Type(named) if named.is_own())
+    }
+
     /// Whether the block's own contents prove the type, so that another type means another block.
     fn is_certain(&self) -> bool {
         matches!(self, Self::Type(named) if matches!(named.kind, Kind::Class | Kind::Python))

@@ -8,6 +8,7 @@
 //! | [`pymalloc`] | (blocks that are CPython's) | a pool's header and its free list |
 //! | `shapes` | buffers of strings, vectors, deques, hash tables | the object that points at them |
 //! | `nodes` | nodes of lists, maps and sets | links back, and the container's count |
+//! | `globals` | variables of Python's modules, as holders | the table of a module's dictionary |
 //! | `text` | C strings | they fill their blocks |
 //! | `references` | blocks that only one named block points at | all words of the image |
 //!
@@ -16,6 +17,7 @@
 
 mod cpython;
 pub mod cycles;
+mod globals;
 mod memory;
 mod nodes;
 pub mod pymalloc;
@@ -29,6 +31,7 @@ use std::collections::{BTreeMap, HashMap};
 use crate::heap::blocks::Heap;
 use crate::heap::image::Image;
 use crate::heap::names::cpython::Types;
+pub use crate::heap::names::globals::ModuleGlobals;
 use crate::heap::names::memory::Memory;
 pub use crate::heap::names::memory::{Modules, RunningModules};
 use crate::heap::names::references::Holder;
@@ -41,6 +44,36 @@ const MAX_NAMES: usize = 64 << 20;
 /// Largest difference in size between two blocks of one class, in bytes: glibc keeps a remainder that is too small to
 /// split.
 const SAME_SIZE: u64 = 16;
+
+/// Types of CPython that programs are made of, and that say nothing about this one.
+const PLAIN_PYTHON: [&str; 26] = [
+    "dict",
+    "list",
+    "tuple",
+    "set",
+    "frozenset",
+    "str",
+    "bytes",
+    "bytearray",
+    "int",
+    "float",
+    "complex",
+    "function",
+    "method",
+    "builtin_function_or_method",
+    "code",
+    "cell",
+    "frame",
+    "generator",
+    "type",
+    "module",
+    "ModuleSpec",
+    "SourceFileLoader",
+    "property",
+    "classmethod",
+    "staticmethod",
+    "weakref",
+];
 
 /// Evidence by which a type is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -81,6 +114,17 @@ pub struct Type {
     /// Name as it is in the source, such as `app::Session`, or a description: `std::string buffer of app::Session`.
     /// Not escaped.
     pub name: String,
+}
+
+impl Type {
+    /// Whether the type is one of the program's own: a class, and none of the types of CPython that all programs have.
+    pub fn is_own(&self) -> bool {
+        match self.kind {
+            Kind::Class => true,
+            Kind::Python => !PLAIN_PYTHON.contains(&self.name.as_str()),
+            _ => false,
+        }
+    }
 }
 
 /// Part of a string or a container.

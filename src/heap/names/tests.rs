@@ -174,3 +174,13 @@ fn a_stale_container_in_another_block_leaves_no_owner() {
     assert_eq!(in_object.and(in_block).owner, None);
     assert_eq!(in_block.and(in_object).and(in_object).owner, None);
 }
+
+#[test]
+fn the_program_s_own_types_are_known() {
+    let is_own = |kind, name: &str| {
+        let name = name.to_owned();
+        Type { kind, name }.is_own()
+    };
+    assert!(is_own(Kind::Python, "Session") && is_own(Kind::Class, "list"));
+    assert!(!is_own(Kind::Python, "dict") && !is_own(Kind::Owned, "owned by Session"));
+}

@@ -5,6 +5,9 @@
 //! them alive. It links the words before the objects, so the addresses of these words are no references.
 
 use crate::heap::names::PythonObject;
+use crate::heap::roots::{Root, RootPlace};
+
+use super::{MIDDLE, References};
 
 /// Objects by block.
 #[derive(Debug, Default)]
@@ -60,6 +63,37 @@ impl Objects {
     }
 }
 
+/// Moves the roots that say little about who holds an object of CPython behind all others, and returns the number of
+/// these others: words on stacks, as of CPython's frames, and in registers, and words that refer to an object whose
+/// reference count is that of the references in blocks. The latter are in CPython's caches and lists of free objects,
+/// also in old entries of these.
+pub(super) fn sort_counted_first(
+    found: &mut [(Root, u32)],
+    rank: impl Fn(Root) -> u8,
+    references: &References,
+    blocks: usize,
+    python: &[PythonObject],
+) -> usize {
+    if python.is_empty() {
+        return found.len();
+    }
+    let mut rest = vec![u32::MAX; blocks];
+    for object in python {
+        if let Some(rest) = rest.get_mut(object.block) {
+            *rest = object.references;
+        }
+    }
+    for &to in references.to.iter().filter(|&to| to & MIDDLE == 0) {
+        let rest = &mut rest[to as usize];
+        *rest = rest.saturating_sub(1);
+    }
+    let is_uncounted = |&(root, to): &(Root, u32)| {
+        rank(root) >= RootPlace::RANK_OF_OTHERS || to & MIDDLE == 0 && rest[to as usize] == 0
+    };
+    found.sort_by_cached_key(is_uncounted);
+    found.partition_point(|root| !is_uncounted(root))
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::tests::{GLOBALS, block, heap, process};
@@ -77,6 +111,29 @@ mod tests {
                 collected: true,
             })
             .collect()
+    }
+
+    #[test]
+    fn a_root_that_no_count_has_is_taken_last() {
+        let mut made = process();
+        let object = |number: u64| block(number) + 16;
+        // 0 refers to 1. An old entry of a list of free objects refers to 1, too.
+        made.put(GLOBALS, object(1));
+        made.put(GLOBALS + 8, object(0));
+        made.put(object(0) + 16, object(1));
+        // Only a cache refers to 2, whose count is wrong.
+        made.put(GLOBALS + 16, object(2));
+        let (image, heap) = (made.image(), heap(3));
+        let holders = |count| {
+            let reach = Reach::new(&image, &heap, &objects(&[1, count, 0])).expect("few blocks");
+            assert_eq!(
+                [0, 1, 2].map(|block| reach.class(block)),
+                [Class::Reachable; 3]
+            );
+            reach.chain(1)
+        };
+        assert_eq!(holders(1), (vec![0], Some(Root::Memory(GLOBALS + 8))));
+        assert_eq!(holders(2), (vec![], Some(Root::Memory(GLOBALS))));
     }
 
     #[test]

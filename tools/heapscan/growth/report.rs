@@ -15,6 +15,9 @@ use serde::Serialize;
 
 use super::Study;
 
+/// Ratio of the fastest growth to the least growth of a type of the program's own that the next command is about.
+const OWN_SHARE: f64 = 100.0;
+
 /// Process, with the growth of its heap.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "growth")]
@@ -107,6 +110,9 @@ pub(super) struct TypeRow {
     /// Whether the name is a question that --why answers.
     #[serde(skip)]
     is_askable: bool,
+    /// Whether the type is one of the program's own.
+    #[serde(skip)]
+    is_own: bool,
 }
 
 /// Makes the row of a process, and the rows of up to `top` types.
@@ -216,6 +222,7 @@ fn types(study: &Study) -> Vec<TypeRow> {
                 judged: judged.trend,
                 is_first: false,
                 is_askable: group.key != Key::Others,
+                is_own: group.key.is_own(),
             })
         })
         .collect();
@@ -411,9 +418,17 @@ impl GrowthRow {
 
     /// Returns the command that answers the next question.
     fn next(&self, types: &[TypeRow]) -> String {
-        let fastest = types
-            .iter()
-            .find(|row| row.judged == Trend::Growing && row.is_askable);
+        let growing = || {
+            let rows = types.iter();
+            rows.filter(|row| row.judged == Trend::Growing && row.is_askable)
+        };
+        // An object of the program's own says more than the parts of it, which are larger.
+        let least = growing()
+            .next()
+            .map_or(0.0, |row| row.bytes.bytes_per_second)
+            / OWN_SHARE;
+        let own = growing().find(|row| row.is_own && row.bytes.bytes_per_second >= least);
+        let fastest = own.or_else(|| growing().next());
         let pid = self.process.pid;
         match (self.judged, fastest) {
             (Verdict::Leak, _) => self.trace(),

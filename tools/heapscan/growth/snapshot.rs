@@ -13,7 +13,7 @@ use memtools::heap::growth::follow::Followed;
 use memtools::heap::growth::judge::{OtherParts, Point};
 use memtools::heap::image::Image;
 use memtools::heap::kernel;
-use memtools::heap::names::{Names, pymalloc};
+use memtools::heap::names::{ModuleGlobals, Names, pymalloc};
 use memtools::heap::reach::{Class, Reach};
 use memtools::heap::runtimes::Runtime;
 use memtools::heap::walk::Walked;
@@ -152,7 +152,12 @@ impl HeapSnapshot {
         let root = |number| reach.chain(number).1;
         let roots = newest.values().filter_map(|&(_, number)| root(number));
         let names = verdict::RootNames::of(&self.image, roots);
-        let name = |number| names.variable(&self.image, root(number));
+        let globals = ModuleGlobals::of(&self.image, &self.heap, &self.names);
+        let name = |number| {
+            let (mut chain, root) = reach.chain(number);
+            let global = verdict::python_global(&globals, number, &mut chain);
+            global.unwrap_or_else(|| names.variable(&self.image, root))
+        };
         newest
             .into_iter()
             .map(|(group, (_, number))| (group, name(number)))
