@@ -26,6 +26,7 @@ mod heapscan_types;
 mod hfaults;
 mod hostile;
 mod idle;
+mod incidents;
 mod java;
 mod java_kits;
 mod java_names;
@@ -58,10 +59,10 @@ mod verdict_exit;
 mod verdict_memcheck;
 mod verdict_traced;
 mod vmscan;
+mod worked;
 
 #[path = "../hostile/random.rs"]
 mod random;
-mod worked;
 
 use std::process::ExitCode;
 
@@ -77,6 +78,7 @@ fn all() -> impl Iterator<Item = Trial> {
         heapscan::tests(),
         hfaults::tests(),
         idle::tests(),
+        incidents::tests(),
         containers::tests(),
         kubernetes::tests(),
         hostile::tests(),

@@ -9,8 +9,12 @@ use crate::who::Culprit;
 /// Limit on the cgroups near their limit that are shown.
 const MAX_CGROUPS: usize = 3;
 
-/// Judges the cgroups with a limit. Look: a cgroup uses nine tenths of its limit. Act: between the two looks, it hit
-/// the limit ten times per second, or a process of it was killed. Each such cgroup is a finding, the worst first.
+/// Growth per second from which a cgroup's growth is no noise.
+const GROWS: f64 = (1 << 20) as f64;
+
+/// Judges the cgroups with a limit. Look: a cgroup uses nine tenths of its limit, or will use all of it in two minutes.
+/// Act: it will in half a minute; or between the two looks, it hit the limit ten times per second, or a process of it
+/// was killed. Each such cgroup is a finding, the worst first.
 pub(super) fn judge(evidence: &Evidence<'_>) -> Vec<Judgement> {
     let groups = &evidence.now.groups;
     let limited = &groups.limited;
@@ -44,7 +48,14 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
     let earlier = earlier.unwrap_or(group);
     let hits = group.hits.saturating_sub(earlier.hits) as f64 / evidence.seconds();
     let kills = group.oom_kills.saturating_sub(earlier.oom_kills);
+    let used = |group: &MemoryCgroup| group.percent() / 100.0 * group.limit as f64;
+    let growth = (used(group) - used(earlier)) / evidence.seconds();
+    let left = match growth {
+        GROWS.. => (group.limit as f64 - used(group)).max(0.0) / growth,
+        _ => f64::INFINITY,
+    };
     let level = level_from_thresholds(group.percent(), 90.0, f64::INFINITY)
+        .max(level_from_thresholds(-left, -120.0, -30.0))
         .max(level_from_thresholds(hits, f64::INFINITY, 10.0))
         .max(level_from_thresholds(kills as f64, f64::INFINITY, 1.0));
     let mut text = format!(
@@ -53,6 +64,10 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
         group.percent(),
         size(group.limit)
     );
+    if left <= 120.0 {
+        let growth = size(growth as u64);
+        text += &format!("; at {growth}/s all of it is used in {left:.0} s");
+    }
     if kills > 0 {
         text += &format!("; {kills} of its processes were killed just now");
     }

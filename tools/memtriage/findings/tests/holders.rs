@@ -102,6 +102,31 @@ fn cgroups_that_were_left_out_are_told() {
     );
 }
 
+/// A cgroup that is half empty, but will be full in some seconds.
+#[test]
+fn a_cgroup_that_fills_up_is_a_finding() {
+    let group = |current: u64| MemoryCgroup {
+        folder: "/sys/fs/cgroup/a".into(),
+        path: "/a".into(),
+        current,
+        inactive_file: 0,
+        limit: GIB,
+        hits: 0,
+        oom_kills: 0,
+    };
+    let mut machine = Machine::new("", "");
+    machine.before.groups.limited = vec![group(GIB / 2 - (20 << 20))];
+    machine.now.groups.limited = vec![group(GIB / 2)];
+    machine.expect(
+        "cgroup-limit",
+        Level::Act,
+        "/a uses 50 % of its 1.0G, and hits that limit 0 times per second; at 20.0M/s all of it is used in 26 s",
+        "memleak --cgroup /sys/fs/cgroup/a 10",
+    );
+    machine.before.groups.limited = vec![group(GIB / 2 - (1 << 19))];
+    assert_eq!(machine.findings(), []);
+}
+
 #[test]
 fn each_cgroup_near_its_limit_is_a_finding() {
     let group = |path: &str, current: u64, hits: u64| MemoryCgroup {
