@@ -106,12 +106,12 @@ pub fn excluded_ranges(image: &Image, heap: &Heap) -> Vec<Range<u64>> {
     let blocks = heap.blocks().iter().map(|block| block.range());
     let own = heap.regions.iter().chain(&heap.structures).cloned();
     let mut ranges: Vec<_> = own.chain(blocks).collect();
-    ranges.extend(
-        image
-            .threads
-            .iter()
-            .filter_map(|thread| below_stack(image, thread)),
-    );
+    let threads = image.threads.iter();
+    let mut below: Vec<_> = threads
+        .filter_map(|thread| below_stack(image, thread))
+        .collect();
+    keep_coroutines(image, heap, &mut below);
+    ranges.extend(below);
     ranges.extend(ended_stacks(image));
     ranges.retain(|range| !range.is_empty());
     blocks::merged(ranges)
@@ -140,6 +140,32 @@ fn below_stack(image: &Image, thread: &Thread) -> Option<Range<u64>> {
     };
     (area.name() == b"[stack]" || is_made_by_libc())
         .then(|| range.start..(thread.stack_pointer.saturating_sub(RED_ZONE) & !7).max(range.start))
+}
+
+/// Keeps stacks of coroutines that are arrays on a thread's own stack, below the one that the thread executes. The saved
+/// stack pointer of a coroutine is in the program's data or in a block: no memory of `below` from such a word's address
+/// on is left out.
+fn keep_coroutines(image: &Image, heap: &Heap, below: &mut [Range<u64>]) {
+    let Some(lowest) = below.iter().map(|stack| stack.start).min() else {
+        return;
+    };
+    let mut look = |range: Range<u64>| {
+        for (_, word) in image.words(range) {
+            if word < lowest || !word.is_multiple_of(8) {
+                continue;
+            }
+            if let Some(stack) = below.iter_mut().find(|stack| stack.contains(&word)) {
+                stack.end = word;
+            }
+        }
+    };
+    heap.blocks().iter().for_each(|block| look(block.range()));
+    for area in image.areas.iter().filter(|area| area.writable) {
+        let range = &area.mapping.range;
+        if place_of_module(image, range.start).is_some() {
+            look(range.clone());
+        }
+    }
 }
 
 /// Whether inaccessible memory (a guard) ends at this address.

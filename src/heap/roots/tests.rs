@@ -57,6 +57,37 @@ fn what_a_thread_has_returned_from_is_no_root() {
 }
 
 #[test]
+fn coroutines_on_a_thread_s_own_stack_are_roots() {
+    const DATA: u64 = 0x60_0000;
+    let excluded_with = |places: &[(u64, u64)], blocks: Vec<Block>| {
+        let mut made = with_stack();
+        made.map(DATA..DATA + 0x1000, "rw-p 00000000 fe:00 7 /bin/app");
+        made.map(DATA + 0x8000..DATA + 0x9000, "rw-p 00000000 00:00 0 ");
+        made.threads = vec![thread(CONTROL - 0x1000)];
+        places.iter().for_each(|&(at, word)| made.put(at, word));
+        let excluded = excluded_ranges(&made.image(), &Heap::new(blocks, Coverage::Complete));
+        excluded.into_iter().find(|range| range.start == STACK)
+    };
+    let (first, second) = (STACK + 0x8000, STACK + 0x4000);
+    // Saved stack pointers are in a global, and in a block. Other memory, and a word that is no address, say nothing.
+    let in_global = [
+        (DATA, first),
+        (DATA + 8, STACK + 1),
+        (DATA + 0x8100, second),
+    ];
+    assert_eq!(excluded_with(&in_global, vec![]), Some(STACK..first));
+    let block = Block {
+        address: DATA + 0x8100,
+        size: 64,
+    };
+    assert_eq!(excluded_with(&in_global, vec![block]), Some(STACK..second));
+    assert_eq!(
+        excluded_with(&[], vec![block]),
+        Some(STACK..CONTROL - 0x1000 - 128)
+    );
+}
+
+#[test]
 fn of_an_ended_thread_only_the_pointer_to_its_table_stays() {
     let mut made = with_stack();
     assert_eq!(skipped(&made), [STACK..CONTROL, CONTROL + 64..STACK_END]);
