@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::host::cgroup_tree;
 use crate::host::mounts::Mounts;
-use crate::host::values::Values;
+use crate::host::values::{self, Values};
 
 /// Limit of version 1 that means no limit, and all above it: the kernel reports 2^63 bytes, rounded down to a page of
 /// any size.
@@ -24,8 +24,8 @@ pub struct MemoryCgroup {
     pub path: String,
     /// Bytes in use, including page cache.
     pub current: u64,
-    /// Bytes of file cache that was not used recently, which the kernel reclaims first.
-    pub inactive_file: u64,
+    /// Bytes in use that the kernel cannot reclaim without swap, as [`Version::held`] computes them.
+    pub held: u64,
     /// The limit, in bytes.
     pub limit: u64,
     /// Number of times that the limit was hit.
@@ -35,10 +35,9 @@ pub struct MemoryCgroup {
 }
 
 impl MemoryCgroup {
-    /// Returns the percentage of the limit that is in use and cannot simply be reclaimed.
+    /// Returns the percentage of the limit that is held.
     pub fn percent(&self) -> f64 {
-        let held = self.current.saturating_sub(self.inactive_file);
-        held as f64 * 100.0 / self.limit.max(1) as f64
+        self.held as f64 * 100.0 / self.limit.max(1) as f64
     }
 }
 
@@ -87,30 +86,67 @@ pub struct DyingCgroups {
     pub count: u64,
 }
 
-/// Names of the files of one version, and how the number of hits is read.
-struct Files {
-    current: &'static str,
+/// Names of the files of one version of cgroups, and of the numbers in them.
+#[derive(Debug)]
+pub(crate) struct Version {
+    /// File with the bytes in use.
+    pub(crate) current: &'static str,
     limit: &'static str,
-    inactive_file: &'static str,
+    /// Numbers of `memory.stat`: page cache with shared memory, shared memory, and slab memory that can be reclaimed.
+    reclaimable: [&'static str; 3],
     events: &'static str,
-    hits: fn(&Path, &Values) -> u64,
+    /// File with the number of processes of the cgroup itself that were killed, without the cgroups below it.
+    pub(crate) own_events: &'static str,
+    /// File with the number of times that the limit was hit, if `events` does not have it.
+    pub(crate) hits_file: Option<&'static str>,
 }
 
-const VERSION_2: Files = Files {
+pub(crate) const VERSION_2: Version = Version {
     current: "memory.current",
     limit: "memory.max",
-    inactive_file: "inactive_file",
+    reclaimable: ["file", "shmem", "slab_reclaimable"],
     events: "memory.events",
-    hits: |_, events| events.get_or_zero("max"),
+    own_events: "memory.events.local",
+    hits_file: None,
 };
 
-const VERSION_1: Files = Files {
+/// Version 1 does not report slab memory.
+pub(crate) const VERSION_1: Version = Version {
     current: "memory.usage_in_bytes",
     limit: "memory.limit_in_bytes",
-    inactive_file: "total_inactive_file",
+    reclaimable: ["total_cache", "total_shmem", ""],
     events: "memory.oom_control",
-    hits: |folder, _| number(&folder.join("memory.failcnt")).unwrap_or_default(),
+    own_events: "memory.oom_control",
+    hits_file: Some("memory.failcnt"),
 };
+
+impl Version {
+    /// Returns the bytes that a cgroup holds: those in use, without page cache (but with shared memory, which only swap
+    /// can take) and without reclaimable slab memory. `current` is the cgroup's usage, `stat` the content of its
+    /// `memory.stat`.
+    ///
+    /// Unlike usage without inactive file cache, this does not change as the kernel moves page cache between its lists.
+    pub(crate) fn held(&self, current: u64, stat: &[u8]) -> u64 {
+        let [cache, shmem, slab] =
+            values::pick(stat, self.reclaimable).map(Option::unwrap_or_default);
+        let file = cache.saturating_sub(shmem);
+        current.saturating_sub(file).saturating_sub(slab)
+    }
+
+    /// Returns the number of times that the limit of the cgroup at this directory was hit.
+    fn hits(&self, folder: &Path, events: &Values) -> u64 {
+        let hits = match self.hits_file {
+            Some(file) => number(&folder.join(file)),
+            None => events.get("max"),
+        };
+        hits.unwrap_or_default()
+    }
+
+    /// Returns the limit of the cgroup at this directory, in bytes. None if the cgroup has no limit.
+    pub(crate) fn limit(&self, folder: &Path) -> Option<u64> {
+        number(&folder.join(self.limit)).filter(|&limit| limit < NO_LIMIT)
+    }
+}
 
 impl MemoryCgroups {
     /// Reads the memory cgroups that are mounted here, of both versions.
@@ -135,7 +171,7 @@ impl MemoryCgroups {
             .then(|| format!("cgroups beyond the first {MAX_GROUPS} are not examined"))
     }
 
-    fn look_below(&mut self, mount: &Path, files: &Files) {
+    fn look_below(&mut self, mount: &Path, files: &Version) {
         self.left_out |= !visit(mount, MAX_GROUPS, |folder, path| {
             self.limited.extend(look_at(folder, path, files));
         });
@@ -152,7 +188,7 @@ pub fn sizes() -> CgroupSizes {
 }
 
 impl CgroupSizes {
-    fn look_below(&mut self, mount: &Path, files: &Files, most: usize) {
+    fn look_below(&mut self, mount: &Path, files: &Version, most: usize) {
         self.left_out |= !visit(mount, most, |folder, path| {
             let current = number(&folder.join(files.current)).filter(|_| path != "/");
             self.groups.extend(current.map(|current| CgroupSize {
@@ -206,14 +242,12 @@ pub fn kernel_of_version_1(folder: &Path) -> Option<u64> {
 /// container's own limit. None if the cgroup has no limit, as on the host.
 pub fn root_limit() -> Option<u64> {
     let mut mounts = memory_mounts(&Mounts::now()).into_iter();
-    mounts.find_map(|(mount, files)| {
-        number(&mount.join(files.limit)).filter(|&limit| limit < NO_LIMIT)
-    })
+    mounts.find_map(|(mount, files)| files.limit(&mount))
 }
 
 /// Calls `look` with the directories of all cgroups from the mount on and their escaped paths, in the order of the
 /// paths, for at most `most` cgroups. Returns whether these were all.
-fn visit(mount: &Path, most: usize, mut look: impl FnMut(&Path, &str)) -> bool {
+pub(crate) fn visit(mount: &Path, most: usize, mut look: impl FnMut(&Path, &str)) -> bool {
     let mut left = vec![(mount.to_owned(), "/".to_owned())];
     for _ in 0..most {
         let Some((folder, path)) = left.pop() else {
@@ -258,29 +292,39 @@ fn most_dying(mount: PathBuf, count: u64) -> DyingCgroups {
 }
 
 /// Reads a cgroup. None if the cgroup has no limit, or is removed meanwhile.
-fn look_at(folder: &Path, path: &str, files: &Files) -> Option<MemoryCgroup> {
-    let limit = number(&folder.join(files.limit)).filter(|&limit| limit < NO_LIMIT)?;
-    let stat = Values::read(folder.join("memory.stat")).ok()?;
+fn look_at(folder: &Path, path: &str, files: &Version) -> Option<MemoryCgroup> {
+    let limit = files.limit(folder)?;
+    let stat = fs::read(folder.join("memory.stat")).ok()?;
+    let current = number(&folder.join(files.current))?;
     let events = Values::read(folder.join(files.events)).unwrap_or_default();
     Some(MemoryCgroup {
         folder: folder.to_owned(),
         path: path.to_owned(),
-        current: number(&folder.join(files.current))?,
-        inactive_file: stat.get_or_zero(files.inactive_file),
+        current,
+        held: files.held(current, &stat),
         limit,
-        hits: (files.hits)(folder, &events),
+        hits: files.hits(folder, &events),
         oom_kills: events.get_or_zero("oom_kill"),
     })
 }
 
 /// Reads a file that contains one number. None for `max`, or if the file does not exist.
-fn number(path: &Path) -> Option<u64> {
+pub(crate) fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+/// Returns the version of the cgroups of the hierarchy at this directory.
+pub(crate) fn version_at(root: &Path) -> &'static Version {
+    if root.join(VERSION_1.current).exists() {
+        &VERSION_1
+    } else {
+        &VERSION_2
+    }
 }
 
 /// Returns the mount points of memory cgroups. Each version is returned once, even if it is mounted in several
 /// places.
-fn memory_mounts(mounts: &Mounts) -> Vec<(PathBuf, &'static Files)> {
+pub(crate) fn memory_mounts(mounts: &Mounts) -> Vec<(PathBuf, &'static Version)> {
     let second = mounts.cgroup2().map(|mount| (mount, &VERSION_2));
     let first = mounts.cgroup1_memory().map(|mount| (mount, &VERSION_1));
     let both = second.into_iter().chain(first);
@@ -344,7 +388,10 @@ mod tests {
         write("memory.max", "max\n");
         write("a\x1b/memory.max", "1000\n");
         write("a\x1b/memory.current", "900\n");
-        write("a\x1b/memory.stat", "anon 1\ninactive_file 400\n");
+        write(
+            "a\x1b/memory.stat",
+            "anon 1\nfile 500\nshmem 150\nslab_reclaimable 50\n",
+        );
         write("a\x1b/memory.events", "low 0\nmax 7\noom_kill 2\n");
         let mut groups = MemoryCgroups::default();
         groups.look_below(folder.path(), &VERSION_2);
@@ -353,6 +400,17 @@ mod tests {
         assert_eq!(group.path, "/a\\x1b");
         assert_eq!((group.hits, group.oom_kills), (7, 2));
         assert!((group.percent() - 50.0).abs() < 1e-9, "{group:?}");
+    }
+
+    #[test]
+    fn what_is_held_is_usage_without_page_cache_but_with_shared_memory() {
+        let second = b"anon 300\nfile 500\nfile_mapped 90\nshmem 150\ninactive_file 1\nslab_reclaimable 50\n";
+        assert_eq!(VERSION_2.held(1000, second), 600);
+        let first = b"cache 1\nshmem 1\ntotal_cache 500\ntotal_rss 7\ntotal_shmem 150\n";
+        assert_eq!(VERSION_1.held(1000, first), 650);
+        // The numbers are of different moments.
+        assert_eq!(VERSION_2.held(100, second), 0);
+        assert_eq!(VERSION_2.held(100, b""), 100);
     }
 
     #[test]

@@ -56,6 +56,28 @@ impl Values {
     }
 }
 
+/// Returns the numbers with these names of a file such as `memory.stat`, without conversion, and None for each that the
+/// file does not have. Does not allocate.
+pub(crate) fn pick<const N: usize>(file: &[u8], names: [&str; N]) -> [Option<u64>; N] {
+    let mut found = [None; N];
+    for line in file.split(|&byte| byte == b'\n') {
+        let end = line.iter().position(|byte| b" :".contains(byte));
+        let Some((name, rest)) = end.and_then(|end| line.split_at_checked(end)) else {
+            continue;
+        };
+        let Some(at) = names.iter().position(|wanted| wanted.as_bytes() == name) else {
+            continue;
+        };
+        let digits = rest.iter().skip_while(|byte| !byte.is_ascii_digit());
+        let digits = digits.map_while(|byte| byte.is_ascii_digit().then(|| u64::from(byte - b'0')));
+        found[at] = digits
+            .map(Some)
+            .reduce(|number, digit| number?.checked_mul(10)?.checked_add(digit?))
+            .flatten();
+    }
+    found
+}
+
 /// Returns the number of free pages in per-CPU lists, from `/proc/zoneinfo`. `MemFree` does not count these pages.
 pub fn pages_in_cpu_lists(zoneinfo: &str) -> u64 {
     let count = |line: &str| {
@@ -86,6 +108,16 @@ mod tests {
                 values.get_or_zero("none")
             ),
             (None, None, 0)
+        );
+    }
+
+    #[test]
+    fn only_the_wanted_numbers_are_picked() {
+        let file =
+            b"file 37\nfile_mapped 5\nMemTotal:   24 kB\nx 99999999999999999999\n\ny\nz max\n";
+        assert_eq!(
+            pick(file, ["MemTotal", "file", "none", "x", "z", ""]),
+            [Some(24), Some(37), None, None, None, None]
         );
     }
 

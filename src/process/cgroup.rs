@@ -39,6 +39,8 @@ const MAX_SEARCHED: usize = 100_000;
 /// Minimum number of digits that are taken for the beginning of a container's id or of a pod's uid; fewer may be a
 /// name.
 const MIN_DIGITS: usize = 8;
+/// Lengths of a pod's uid, without and with dashes.
+const UID_LENGTHS: [usize; 2] = [32, 36];
 /// Number of digits of a container's full id.
 const ID_DIGITS: usize = 64;
 /// Character that replaces the middle of a name that is too long for the column CONTAINER.
@@ -103,10 +105,15 @@ pub(crate) fn container_id(folder: &str) -> Option<&str> {
 /// `podUID`.
 pub(crate) fn pod_uid(folder: &str) -> Option<String> {
     let uid = match folder.strip_suffix(".slice") {
-        Some(slice) => slice.strip_prefix("kubepods-")?.rsplit_once("pod")?.1,
+        Some(slice) => slice.rsplit_once("-pod")?.1,
         None => folder.strip_prefix("pod")?,
     };
-    Some(uid.replace('_', "-"))
+    // A mirror pod's uid has no dashes.
+    let is_uid = UID_LENGTHS.contains(&uid.len())
+        && uid
+            .bytes()
+            .all(|byte| byte.is_ascii_hexdigit() || b"-_".contains(&byte));
+    is_uid.then(|| uid.replace('_', "-"))
 }
 
 /// Returns the path of the cgroup of a process, escaped: its cgroup of version 2, or, if that is the root, its cgroup

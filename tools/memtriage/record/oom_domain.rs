@@ -238,7 +238,7 @@ mod tests {
             folder: PathBuf::from("/sys/fs/cgroup").join(name),
             path: format!("/{name}"),
             current,
-            inactive_file: 100,
+            held: current - 100,
             limit: 1000,
             hits: 0,
             oom_kills: 0,

@@ -225,7 +225,7 @@ fn a_kill_leads_to_the_cgroup_that_was_at_its_limit() {
         folder: "/sys/fs/cgroup/my app".into(),
         path: "/my app".into(),
         current: 1 << 20,
-        inactive_file: 0,
+        held: 1 << 20,
         limit: 24 << 20,
         hits: 0,
         oom_kills: 0,
