@@ -12,6 +12,7 @@
 //! | [`cgroup`] | cgroups by their ids |
 //! | [`complete`] | completion of processes and cgroups in shells |
 //! | [`container`] | the cgroup of a task, and the container of this cgroup |
+//! | [`labels`] | unit, pod and container of a cgroup, as labels |
 //! | [`origin`] | the time and the thread of an event |
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
@@ -36,6 +37,7 @@ pub mod filter;
 pub mod follow;
 pub mod guard;
 pub mod inherited;
+pub mod labels;
 pub mod mapped_file;
 pub mod mapping_log;
 pub mod members;
