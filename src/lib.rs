@@ -29,6 +29,7 @@
 //! | [`mod@bpf`] | BPF objects, their maps and hooks, and what this kernel allows |
 //! | [`code`] | machine code and the ELF files that it comes from |
 //! | [`mod@process`] | the traced processes, and what they have mapped |
+//! | [`watch`] | memory of the machine, cgroups and processes, watched for weeks, and rules that see growth |
 //! | [`interpreters`] | Python and Java frames: which function an interpreter executes in a native frame |
 //! | [`stacks`] | call stacks, from the unwinding in BPF programs to the symbols |
 //! | [`heap`] | the heap of a live process, found in a copy of its memory |
@@ -52,3 +53,4 @@ pub mod run;
 pub mod serve;
 pub mod stacks;
 pub mod verdict;
+pub mod watch;
