@@ -198,7 +198,7 @@ pub(crate) fn braces(labels: &[String]) -> String {
 }
 
 /// Formats nanoseconds as seconds, without rounding.
-fn seconds(ns: u64) -> String {
+pub(crate) fn seconds(ns: u64) -> String {
     format!("{}.{:09}", ns / 1_000_000_000, ns % 1_000_000_000)
 }
 

@@ -83,8 +83,11 @@ impl fmt::Display for Address {
     }
 }
 
-/// Parses an address on the command line.
-fn parse(argument: &str) -> Result<Address, String> {
+/// Parses an address: a port of this machine, an IP address with a port, or `unix:PATH`.
+///
+/// # Errors
+/// If the text is no such address. The error is the text for the user.
+pub fn parse(argument: &str) -> Result<Address, String> {
     let path = argument.strip_prefix(UNIX);
     if let Some(path) = path.or_else(|| argument.contains('/').then_some(argument)) {
         return if path.is_empty() {
@@ -122,7 +125,11 @@ enum Socket {
 }
 
 impl Listener {
-    pub(super) fn bind(address: &Address) -> Result<Self> {
+    /// Begins to listen at an address. A Unix socket that no server listens at any more is replaced.
+    ///
+    /// # Errors
+    /// If the address is in use, or cannot be listened at.
+    pub fn bind(address: &Address) -> Result<Self> {
         let failed = || format!("failed to serve at {address}");
         match address {
             Address::Tcp(tcp) => {

@@ -1,4 +1,4 @@
-//! HTTP server for the current report, for browsers and other programs.
+//! HTTP server for the current report, or for numbers alone, for browsers and other programs.
 //!
 //! The thread that traces reads the maps and symbolizes the stacks, as for any report. Its
 //! [`Poller`](crate::run::poll::Poller) wakes it for a report at most once per second, however many clients there are.

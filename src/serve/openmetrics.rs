@@ -3,7 +3,7 @@
 
 use std::io::{self, Write};
 
-use crate::export::metrics::{braces, pair};
+use crate::export::metrics::{braces, pair, seconds};
 
 /// Content type of OpenMetrics.
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -17,6 +17,8 @@ pub enum Kind {
     Gauge,
     /// A sum since the start, which never falls.
     Counter,
+    /// A sum of nanoseconds since the start, which is written as seconds.
+    Seconds,
     /// Words, as labels.
     Info,
 }
@@ -81,7 +83,7 @@ impl Family {
     fn kind_and_suffix(&self) -> (&'static str, &'static str) {
         match self.kind {
             Kind::Gauge => ("gauge", ""),
-            Kind::Counter => ("counter", "_total"),
+            Kind::Counter | Kind::Seconds => ("counter", "_total"),
             Kind::Info => ("info", "_info"),
         }
     }
@@ -91,6 +93,10 @@ impl Family {
         for (labels, number) in &self.series {
             let labels = labels.iter().map(|(label, value)| pair(label, value));
             let labels = braces(&labels.collect::<Vec<_>>());
+            let number = match self.kind {
+                Kind::Seconds => seconds(*number),
+                _ => number.to_string(),
+            };
             writeln!(out, "{name}{suffix}{labels} {number}")?;
         }
         Ok(())
@@ -122,6 +128,13 @@ mod tests {
         let families = [
             Family::one(Kind::Gauge, "x_live_bytes", "bytes", "Live.", 7),
             Family::one(Kind::Counter, "x_hits", "", "Hits.", 11),
+            Family::one(
+                Kind::Seconds,
+                "x_cpu_seconds",
+                "seconds",
+                "Time.",
+                1_500_000_000,
+            ),
             Family {
                 name: "x",
                 help: "What is traced.",
@@ -136,6 +149,8 @@ mod tests {
             String::from_utf8_lossy(&text),
             "# HELP x_live_bytes Live.\n# TYPE x_live_bytes gauge\nx_live_bytes 7\n\
              # HELP x_hits_total Hits.\n# TYPE x_hits_total counter\nx_hits_total 11\n\
+             # HELP x_cpu_seconds_total Time.\n# TYPE x_cpu_seconds_total counter\n\
+             x_cpu_seconds_total 1.500000000\n\
              # HELP x_info What is traced.\n# TYPE x_info gauge\n\
              x_info{target=\"a\\\"b\\\\\\n\",x=\"y\"} 1\n"
         );
@@ -145,6 +160,8 @@ mod tests {
             String::from_utf8_lossy(&text),
             "# TYPE x_live_bytes gauge\n# UNIT x_live_bytes bytes\n# HELP x_live_bytes Live.\n\
              x_live_bytes 7\n# TYPE x_hits counter\n# HELP x_hits Hits.\nx_hits_total 11\n\
+             # TYPE x_cpu_seconds counter\n# UNIT x_cpu_seconds seconds\n\
+             # HELP x_cpu_seconds Time.\nx_cpu_seconds_total 1.500000000\n\
              # TYPE x info\n# HELP x What is traced.\n\
              x_info{target=\"a\\\"b\\\\\\n\",x=\"y\"} 1\n# EOF\n"
         );

@@ -33,7 +33,7 @@ pub(super) fn answer(request: &Request, shared: &Arc<Shared>) -> Response {
             // Both formats are read by those that name none.
             let is_old = request.names_format("text/plain")
                 && !request.names_format("application/openmetrics-text");
-            with_report(shared, if is_old { prometheus } else { open_metrics })
+            with_numbers(shared, if is_old { prometheus } else { open_metrics })
         }
         path => match path.strip_prefix(PPROF) {
             Some("") => Ok(html(Body::message(html::index()))),
@@ -65,6 +65,14 @@ fn with_report(
     make(&report, content, &shared.bodies).map_err(no_body)
 }
 
+fn with_numbers(
+    shared: &Shared,
+    make: fn(&ServedReport, &Arc<BodyMemory>) -> Result<Response, NoBody>,
+) -> Result<Response, Response> {
+    let report = shared.exchange.report().map_err(unavailable)?;
+    make(&report, &shared.bodies).map_err(no_body)
+}
+
 fn no_body(reason: NoBody) -> Response {
     match reason {
         NoBody::Full => {
@@ -76,7 +84,7 @@ fn no_body(reason: NoBody) -> Response {
 }
 
 fn content(report: &ServedReport) -> Result<&Content, Response> {
-    let missing = || Response::text(Status::InternalError, "the report is empty");
+    let missing = || Response::text(Status::NotFound, "there is /metrics alone");
     report.content.as_ref().ok_or_else(missing)
 }
 
@@ -127,22 +135,14 @@ fn flame(
     })
 }
 
-fn open_metrics(
-    report: &ServedReport,
-    content: &Content,
-    bodies: &Arc<BodyMemory>,
-) -> Result<Response, NoBody> {
-    let metrics = || bodies.body(|out| Ok(openmetrics::write(&content.families, out)?));
+fn open_metrics(report: &ServedReport, bodies: &Arc<BodyMemory>) -> Result<Response, NoBody> {
+    let metrics = || bodies.body(|out| Ok(openmetrics::write(&report.families, out)?));
     let body = report.openmetrics.get_or_make(metrics)?;
     Ok(ok(openmetrics::CONTENT_TYPE, body))
 }
 
-fn prometheus(
-    report: &ServedReport,
-    content: &Content,
-    bodies: &Arc<BodyMemory>,
-) -> Result<Response, NoBody> {
-    let metrics = || bodies.body(|out| Ok(openmetrics::write_as_text(&content.families, out)?));
+fn prometheus(report: &ServedReport, bodies: &Arc<BodyMemory>) -> Result<Response, NoBody> {
+    let metrics = || bodies.body(|out| Ok(openmetrics::write_as_text(&report.families, out)?));
     let body = report.prometheus.get_or_make(metrics)?;
     Ok(ok(openmetrics::TEXT_TYPE, body))
 }

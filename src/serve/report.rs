@@ -22,6 +22,8 @@ const TOP: usize = 10;
 /// A report, and its formats as they were first requested.
 #[derive(Default)]
 pub struct ServedReport {
+    pub(super) families: Vec<Family>,
+    /// Profile of the report. None if there are only numbers.
     pub(super) content: Option<Content>,
     pub(super) html: CachedBody,
     pub(super) openmetrics: CachedBody,
@@ -41,7 +43,6 @@ impl fmt::Debug for ServedReport {
 pub(super) struct Content {
     pub(super) encoded: Encoded,
     graph: Graph,
-    pub(super) families: Vec<Family>,
     pub(super) page: Page,
 }
 
@@ -87,12 +88,20 @@ impl ServedReport {
             ..Page::of(profile, keys, trends, lost)
         };
         Self {
+            families,
             content: Some(Content {
                 encoded: Encoded::of(profile),
                 graph,
-                families,
                 page,
             }),
+            ..Self::default()
+        }
+    }
+
+    /// Creates a report of numbers, without a profile.
+    pub fn of_numbers(families: Vec<Family>) -> Self {
+        Self {
+            families,
             ..Self::default()
         }
     }
