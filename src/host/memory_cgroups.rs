@@ -142,6 +142,14 @@ impl Version {
         hits.unwrap_or_default()
     }
 
+    /// Returns the path of the file with the number of cgroups of the hierarchy at this directory.
+    pub(crate) fn population_file(&self, root: &Path) -> PathBuf {
+        match self.hits_file {
+            Some(_) => PathBuf::from("/proc/cgroups"),
+            None => root.join("cgroup.stat"),
+        }
+    }
+
     /// Returns the limit of the cgroup at this directory, in bytes. None if the cgroup has no limit.
     pub(crate) fn limit(&self, folder: &Path) -> Option<u64> {
         number(&folder.join(self.limit)).filter(|&limit| limit < NO_LIMIT)

@@ -87,6 +87,8 @@ pub struct NewKills {
 #[derive(Debug)]
 pub struct Cgroups {
     roots: Vec<(PathBuf, &'static Version)>,
+    /// Files with the number of cgroups of each hierarchy, and that number at the last look.
+    populations: Vec<(Reread, Option<u64>)>,
     groups: BTreeMap<PathBuf, WatchedCgroup>,
     budget: FileBudget,
     most: usize,
@@ -104,7 +106,12 @@ impl Cgroups {
             Some(root) => vec![(root.to_owned(), memory_cgroups::version_at(root))],
             None => memory_cgroups::memory_mounts(&Mounts::now()),
         };
+        let population = |(root, version): &(PathBuf, &'static Version)| {
+            let path = version.population_file(root);
+            Some((Reread::open(path, &budget).ok()?, None))
+        };
         Self {
+            populations: roots.iter().filter_map(population).collect(),
             roots,
             groups: BTreeMap::new(),
             budget,
@@ -129,8 +136,14 @@ impl Cgroups {
         self.left_out
     }
 
-    /// Whether a cgroup was removed, or cannot be read, since the last walk.
-    pub fn is_outdated(&self) -> bool {
+    /// Whether cgroups were created or removed since the last walk: the number of cgroups is another one, or one cannot
+    /// be read any more.
+    pub fn is_outdated(&mut self, buffer: &mut Vec<u8>) -> bool {
+        for (file, known) in &mut self.populations {
+            let now = file.read(buffer).ok().and_then(population);
+            let before = std::mem::replace(known, now);
+            self.is_outdated |= before != now;
+        }
         self.is_outdated
     }
 
@@ -187,10 +200,9 @@ impl Cgroups {
                 }
             }
         }
-        let bar = if whole { 0.0 } else { self.bar() };
-        for group in self.groups.values_mut() {
-            let is_near = group.share() >= bar && group.now.limit.is_some();
-            let is_due = whole || is_near || group.growth.suspicion().is_some();
+        let near = self.nearest();
+        for (folder, group) in &mut self.groups {
+            let is_due = whole || group.growth.suspicion().is_some() || near.contains(folder);
             if is_due && !group.is_gone && group.look_closely(at, buffer).is_err() {
                 group.is_gone = true;
                 self.is_outdated = true;
@@ -199,19 +211,23 @@ impl Cgroups {
         kills
     }
 
-    /// Returns the share of its limit from which on a cgroup is among the nearest.
-    fn bar(&self) -> f64 {
+    /// Returns the directories of the cgroups that are nearest to their limits.
+    fn nearest(&self) -> Vec<PathBuf> {
         let limited = self
             .groups
-            .values()
-            .filter(|group| group.now.limit.is_some());
-        let mut shares: Vec<f64> = limited.map(WatchedCgroup::share).collect();
-        if shares.len() <= NEAREST {
-            return 0.0;
+            .iter()
+            .filter(|(_, group)| group.now.limit.is_some());
+        let mut shares: Vec<_> = limited
+            .map(|(folder, group)| (group.share(), folder))
+            .collect();
+        if shares.len() > NEAREST {
+            shares.select_nth_unstable_by(NEAREST, |(a, _), (b, _)| b.total_cmp(a));
+            shares.truncate(NEAREST);
         }
-        *shares
-            .select_nth_unstable_by(NEAREST - 1, |a, b| b.total_cmp(a))
-            .1
+        shares
+            .into_iter()
+            .map(|(_, folder)| folder.clone())
+            .collect()
     }
 }
 
@@ -303,6 +319,19 @@ impl WatchedCgroup {
             self.pressure_since = Some((at, some));
         }
     }
+}
+
+/// Parses the number of cgroups in a root's `cgroup.stat` (version 2), or that of the memory controller in /proc/cgroups
+/// (version 1): `memory 4 37 1`.
+fn population(content: &[u8]) -> Option<u64> {
+    if let [Some(descendants)] = values::pick(content, ["nr_descendants"]) {
+        return Some(descendants);
+    }
+    let text = str::from_utf8(content).ok()?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("memory\t"))?;
+    line.split('\t').nth(1)?.parse().ok()
 }
 
 /// Parses the totals of `memory.pressure`: `some avg10=… total=37` and `full …`, in microseconds.
@@ -442,9 +471,40 @@ mod tests {
         assert_eq!(fresh(&mut groups, 1, true, &mut buffer).len(), 31);
         let nearest = fresh(&mut groups, 2, false, &mut buffer);
         assert_eq!((nearest.len(), &*nearest[0]), (NEAREST, "/c10"));
+        for at in 0..30 {
+            tree.write(&format!("c{at:02}/memory.current"), "4096\n");
+        }
+        assert_eq!(fresh(&mut groups, 20, true, &mut buffer).len(), 31);
+        assert_eq!(
+            fresh(&mut groups, 21, false, &mut buffer).len(),
+            NEAREST,
+            "all are equal"
+        );
         // The usage of the smallest has grown: that may be held.
         tree.write("c00/memory.current", &format!("{}\n", 95 * MIB));
-        assert!(fresh(&mut groups, 3, false, &mut buffer).contains(&"/c00".to_owned()));
+        assert!(fresh(&mut groups, 22, false, &mut buffer).contains(&"/c00".to_owned()));
+    }
+
+    #[test]
+    fn the_number_of_cgroups_tells_of_new_and_removed_ones() {
+        assert_eq!(
+            population(b"nr_descendants 37\nnr_dying_descendants 5\n"),
+            Some(37)
+        );
+        let first =
+            b"#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t2\t7\t1\nmemory\t4\t11\t1\n";
+        assert_eq!(population(first), Some(11));
+        assert_eq!(population(b""), None);
+        let tree = Tree::new();
+        tree.write("cgroup.stat", "nr_descendants 1\n");
+        tree.cgroup("a", 1, 0, "max");
+        let mut groups = tree.watched(10);
+        let mut buffer = Vec::new();
+        assert!(groups.is_outdated(&mut buffer), "the number was not known");
+        groups.walk(&mut |_| Workload::default());
+        assert!(!groups.is_outdated(&mut buffer));
+        tree.write("cgroup.stat", "nr_descendants 2\n");
+        assert!(groups.is_outdated(&mut buffer));
     }
 
     #[test]
