@@ -140,6 +140,7 @@ SHARE = $(DESTDIR)$(PREFIX)/share
 BASH  = $(SHARE)/bash-completion/completions
 ZSH   = $(SHARE)/zsh/site-functions
 FISH  = $(SHARE)/fish/vendor_completions.d
+UNITS = $(DESTDIR)$(PREFIX)/lib/systemd/system
 
 # Each tool prints its own completion scripts for the shells.
 install: build
@@ -155,12 +156,15 @@ install: build
 	install -m 644 README.md LICENSE tools/*_example.txt $(SHARE)/doc/bpf-memtools/
 	install -D -m 644 -t $(SHARE)/doc/bpf-memtools/prometheus packaging/prometheus/memtools.rules.yml
 	install -D -m 644 -t $(SHARE)/doc/bpf-memtools/grafana packaging/grafana/memtools.json
+	install -d $(UNITS)
+	sed 's|/usr/bin/memagent|$(or $(PREFIX),/usr)/bin/memagent$(SUFFIX)|' packaging/memagent.service >$(UNITS)/memagent$(SUFFIX).service
 
 uninstall:
 	for tool in $(TOOLS); do \
 		as=$$tool$(SUFFIX) && \
 		rm -f $(DESTDIR)$(PREFIX)/bin/$$as $(SHARE)/man/man8/$$as.8 $(BASH)/$$as $(ZSH)/_$$as $(FISH)/$$as.fish || exit 1; \
 	done
+	rm -f $(UNITS)/memagent$(SUFFIX).service
 	rm -rf $(SHARE)/doc/bpf-memtools
 
 release: build

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Tools that trace nothing.
-const WITHOUT_BPF: [&str; 2] = ["heapscan", "memtriage"];
+const WITHOUT_BPF: [&str; 3] = ["heapscan", "memagent", "memtriage"];
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
@@ -88,7 +88,11 @@ impl Made {
         for folder in ["scripts", "tools"] {
             fs::create_dir(made.path(folder)).expect("a folder");
         }
-        for file in ["prometheus/memtools.rules.yml", "grafana/memtools.json"] {
+        for file in [
+            "prometheus/memtools.rules.yml",
+            "grafana/memtools.json",
+            "memagent.service",
+        ] {
             let file = format!("packaging/{file}");
             let copy = made.path(&file);
             fs::create_dir_all(copy.parent().expect("a folder")).expect("a folder");
@@ -272,8 +276,8 @@ fn make_uninstalls_all_that_it_has_installed() {
     let with = |target| made.make(&[target, &destination, "PREFIX=/usr", "SUFFIX=-mt"]);
     with("install");
     let tools = bins(Path::new(ROOT)).len();
-    // Each tool has its program, a man page, three completions and an example. Four files are installed beside these.
-    assert_eq!(files_below(&root).len(), 1 + tools * 6 + 4);
+    // Each tool has its program, a man page, three completions and an example. Five files are installed beside these.
+    assert_eq!(files_below(&root).len(), 1 + tools * 6 + 5);
     with("uninstall");
     assert_eq!(files_below(&root), [others]);
 }

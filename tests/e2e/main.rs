@@ -33,6 +33,7 @@ mod java_names;
 mod kubernetes;
 mod lines;
 mod load;
+mod memagent;
 mod memleak;
 mod memleak_containers;
 mod memleak_kernel;
@@ -86,6 +87,7 @@ fn all() -> impl Iterator<Item = Trial> {
         java_names::tests(),
         drsnoop::tests(),
         export::tests(),
+        memagent::tests(),
         memleak::tests(),
         memleak_containers::tests(),
         memleak_kernel::tests(),

@@ -36,14 +36,14 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 /// Line of the file: name of the family or of the histogram, labels, and number.
 #[derive(Debug, Clone, PartialEq)]
-struct Sample {
-    name: String,
-    labels: BTreeMap<String, String>,
-    value: f64,
+pub(crate) struct Sample {
+    pub(crate) name: String,
+    pub(crate) labels: BTreeMap<String, String>,
+    pub(crate) value: f64,
 }
 
 /// Reads a file. On the host, where there is Python, Prometheus' client must read the same.
-fn read(file: &Path) -> Result<Vec<Sample>> {
+pub(crate) fn read(file: &Path) -> Result<Vec<Sample>> {
     let text = fs::read_to_string(file)?;
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     let samples: Vec<Sample> = lines.map(sample).collect::<Result<_>>()?;
@@ -71,7 +71,7 @@ fn read(file: &Path) -> Result<Vec<Sample>> {
 }
 
 /// Fails unless promtool, which knows the conventions for names, finds nothing wrong with a file.
-fn promtool_accepts(file: &Path) -> Result<()> {
+pub(crate) fn promtool_accepts(file: &Path) -> Result<()> {
     if harness::in_guest() {
         return Ok(());
     }

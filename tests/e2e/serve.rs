@@ -50,9 +50,9 @@ impl Deref for Serving {
     }
 }
 
-/// Address of a memleak that serves.
-struct Site {
-    address: String,
+/// Address of a tool that serves.
+pub(crate) struct Site {
+    pub(crate) address: String,
 }
 
 impl Serving {
@@ -89,17 +89,17 @@ impl Site {
     }
 
     /// Sends a request as it is, and returns the answer.
-    fn ask(&self, request: &[u8]) -> Result<Answer> {
+    pub(crate) fn ask(&self, request: &[u8]) -> Result<Answer> {
         Answer::of(self.connect()?, request)
     }
 
-    fn get(&self, path: &str) -> Result<Answer> {
+    pub(crate) fn get(&self, path: &str) -> Result<Answer> {
         let request = format!("GET {path} HTTP/1.1\r\nHost: {}\r\n\r\n", self.address);
         self.ask(request.as_bytes())
     }
 
     /// Returns the text at a path. Fails if the path does not exist.
-    fn text(&self, path: &str) -> Result<String> {
+    pub(crate) fn text(&self, path: &str) -> Result<String> {
         let answer = self.get(path)?;
         ensure!(answer.status == 200, "{path}: {answer:?}");
         Ok(String::from_utf8(answer.body)?)
@@ -107,10 +107,10 @@ impl Site {
 }
 
 #[derive(Debug)]
-struct Answer {
-    status: u16,
+pub(crate) struct Answer {
+    pub(crate) status: u16,
     headers: HashMap<String, String>,
-    body: Vec<u8>,
+    pub(crate) body: Vec<u8>,
 }
 
 impl Answer {
@@ -136,7 +136,7 @@ impl Answer {
         })
     }
 
-    fn header(&self, name: &str) -> &str {
+    pub(crate) fn header(&self, name: &str) -> &str {
         self.headers.get(name).map_or("", String::as_str)
     }
 }

@@ -1,0 +1,232 @@
+//! What the agent knows of the machine, its cgroups and its processes, brought up to date by each look.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use memtools::print::text;
+use memtools::process::labels::{ContainerNames, Workload};
+use memtools::watch::cgroups::Cgroups;
+use memtools::watch::growth::{Change, Growth, Observed, Reason, Thresholds};
+use memtools::watch::machine::{Machine, MachineMemory};
+use memtools::watch::processes::Processes;
+use memtools::watch::reread::FileBudget;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+use crate::config::Config;
+use crate::kills::KillCounts;
+
+/// Maximum number of cgroups that are watched.
+const MAX_CGROUPS: usize = 2000;
+/// Maximum number of files that stay open for cgroups, ...
+const CGROUP_FILES: usize = 5 * MAX_CGROUPS;
+/// ... and for processes.
+const PROCESS_FILES: usize = 4096;
+/// Number of descriptors that are left for everything else.
+const OTHER_FILES: usize = 128;
+/// Maximum time between two walks of the tree of cgroups.
+const WALK: Duration = Duration::from_secs(60);
+/// Time between two walks if cgroups come and go all the time, as a multiple of the time that a walk takes.
+const WALK_REST: u32 = 500;
+/// Time between two full reads of all cgroups.
+const WHOLE: Duration = Duration::from_secs(15);
+
+/// Numbers about the agent itself.
+#[derive(Debug, Default)]
+pub(crate) struct OwnCounts {
+    /// Looks that began after the time of the next one.
+    pub(crate) late: u64,
+    /// Looks at processes or the machine that failed.
+    pub(crate) failed: u64,
+    /// Configurations that were wrong when they were to be loaded again.
+    pub(crate) refused_configs: u64,
+}
+
+/// State of the agent.
+pub(crate) struct Agent {
+    pub(crate) config: Config,
+    machine: Machine,
+    pub(crate) memory: MachineMemory,
+    pub(crate) machine_growth: Growth,
+    pub(crate) cgroups: Cgroups,
+    pub(crate) names: ContainerNames,
+    pub(crate) processes: Processes,
+    pub(crate) kills: KillCounts,
+    pub(crate) own: OwnCounts,
+    next_walk: Duration,
+    walk_before: Duration,
+    next_whole: Duration,
+    next_processes: Duration,
+    buffer: Vec<u8>,
+}
+
+impl Agent {
+    /// Creates the state, before the first look.
+    ///
+    /// # Errors
+    /// If /proc cannot be read.
+    pub(crate) fn new(config: Config) -> Result<Self> {
+        let files = usable_files();
+        let for_processes = PROCESS_FILES.min(files / 3);
+        let for_cgroups = CGROUP_FILES.min(files.saturating_sub(for_processes));
+        let budget = FileBudget::new(for_cgroups);
+        let root = Some(&*config.watch.cgroup_root);
+        let root = root.filter(|root| *root != Path::new(""));
+        let machine = Machine::open(&budget)?;
+        let mut buffer = Vec::new();
+        Ok(Self {
+            memory: machine.read(&mut buffer)?,
+            machine,
+            machine_growth: Growth::default(),
+            cgroups: Cgroups::new(root, budget, MAX_CGROUPS),
+            names: ContainerNames::new(&config.watch.container_logs),
+            processes: Processes::new(FileBudget::new(for_processes))?,
+            kills: KillCounts::default(),
+            own: OwnCounts::default(),
+            next_walk: Duration::ZERO,
+            walk_before: Duration::ZERO,
+            next_whole: Duration::ZERO,
+            next_processes: Duration::ZERO,
+            config,
+            buffer,
+        })
+    }
+
+    /// Looks at everything that is due. `at` is the time since boot.
+    pub(crate) fn look(&mut self, at: Duration, is_pressed: bool) {
+        let thresholds = self.config.thresholds();
+        if let Err(error) = self.look_at_machine(at, is_pressed, &thresholds) {
+            self.failed(&error);
+        }
+        self.walk(at);
+        let whole = at >= self.next_whole;
+        if whole {
+            self.next_whole = at + WHOLE;
+        }
+        for killed in self.cgroups.look(at, whole, &mut self.buffer) {
+            self.kills.add(&killed, at);
+        }
+        self.judge_cgroups(at, &thresholds);
+        if at >= self.next_processes {
+            self.next_processes = at + self.config.watch.processes_every.0;
+            if let Err(error) = self.processes.look(at, &mut self.buffer) {
+                self.failed(&error);
+            }
+        }
+    }
+
+    fn failed(&mut self, error: &anyhow::Error) {
+        // Such a failure is for good, and one message is enough.
+        if self.own.failed == 0 {
+            memtools::message!("{error:#}");
+        }
+        self.own.failed += 1;
+    }
+
+    fn look_at_machine(
+        &mut self,
+        at: Duration,
+        is_pressed: bool,
+        thresholds: &Thresholds,
+    ) -> Result<()> {
+        self.memory = self.machine.read(&mut self.buffer)?;
+        let seen = Observed {
+            at,
+            held: self.memory.held(),
+            limit: self.memory.total,
+            is_pressed,
+        };
+        if let Some(change) = self.machine_growth.add(&seen, thresholds) {
+            log("the machine", change, &seen);
+        }
+        Ok(())
+    }
+
+    /// Walks the tree of cgroups if cgroups have come or gone, but not all the time.
+    fn walk(&mut self, at: Duration) {
+        let is_due = at >= self.next_walk;
+        let is_outdated = self.cgroups.is_outdated(&mut self.buffer);
+        if !(is_due || is_outdated && at >= self.walk_before) {
+            return;
+        }
+        let begun = Instant::now();
+        self.names.look();
+        let names = &self.names;
+        self.cgroups
+            .walk(&mut |path| names.complete(Workload::at(path)));
+        self.walk_before = at + (begun.elapsed() * WALK_REST).min(WALK);
+        self.next_walk = at + WALK;
+        self.kills.forget_old(at);
+    }
+
+    fn judge_cgroups(&mut self, at: Duration, thresholds: &Thresholds) {
+        for group in self.cgroups.iter_mut().filter(|group| group.is_fresh(at)) {
+            let Some(limit) = group.now.limit else {
+                continue;
+            };
+            let seen = Observed {
+                at,
+                held: group.now.held,
+                limit,
+                is_pressed: group.is_pressed,
+            };
+            if let Some(change) = group.growth.add(&seen, thresholds) {
+                log(&group.path, change, &seen);
+            }
+        }
+    }
+
+    /// Takes another configuration. What needs a restart is named.
+    pub(crate) fn reconfigure(&mut self, config: Config) {
+        let is_same = config.metrics.listen == self.config.metrics.listen
+            && config.watch.cgroup_root == self.config.watch.cgroup_root
+            && config.watch.container_logs == self.config.watch.container_logs;
+        if !is_same {
+            memtools::message!(
+                "metrics.listen, watch.cgroup_root and watch.container_logs change only at a restart"
+            );
+        }
+        self.config = config;
+    }
+}
+
+/// Reports the beginning or the end of a suspicion.
+fn log(place: &str, change: Change, seen: &Observed) {
+    let percent = seen.held as f64 * 100.0 / seen.limit.max(1) as f64;
+    let limit = text::bytes(seen.limit);
+    match change {
+        Change::Entered(reason) => memtools::message!(
+            "{place} holds {percent:.0} % of {limit}: {}",
+            explanation(reason)
+        ),
+        Change::Left => {
+            memtools::message!(
+                "{place} holds {percent:.0} % of {limit}, and is not suspicious any more"
+            );
+        }
+    }
+}
+
+fn explanation(reason: Reason) -> &'static str {
+    match reason {
+        Reason::Mark => "most of it (mark)",
+        Reason::Now => "it grows, and reaches the limit soon (now)",
+        Reason::Pressure => "tasks wait for memory (pressure)",
+        Reason::Floor => "it has grown slowly for an hour (floor)",
+    }
+}
+
+/// Raises the limit of open files to what this process may have, and returns how many may stay open.
+fn usable_files() -> usize {
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
+        return 0;
+    };
+    let wanted = ((CGROUP_FILES + PROCESS_FILES + OTHER_FILES) as u64).min(hard);
+    let limit = match setrlimit(Resource::RLIMIT_NOFILE, wanted.max(soft), hard) {
+        Ok(()) => wanted.max(soft),
+        Err(_) => soft,
+    };
+    usize::try_from(limit)
+        .unwrap_or(usize::MAX)
+        .saturating_sub(OTHER_FILES)
+}

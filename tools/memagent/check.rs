@@ -1,0 +1,73 @@
+//! --check: what works here with this configuration.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Result;
+use memtools::host::pressure::Pressure;
+use memtools::print::output::Output;
+use memtools::print::text;
+use memtools::serve::address::Listener;
+
+use crate::agent::Agent;
+use crate::config::Config;
+
+/// Exit status if something does not work.
+const LESS: u8 = 3;
+
+/// Prints a line for each ability. Returns the exit status.
+///
+/// # Errors
+/// If the agent could not run at all.
+pub(crate) fn run(config: &Config, output: &mut Output) -> Result<ExitCode> {
+    let mut agent = Agent::new(config.clone())?;
+    agent.look(Duration::ZERO, false);
+    let groups = agent.cgroups.iter().count() as u64;
+    let limited = agent
+        .cgroups
+        .iter()
+        .filter(|group| group.now.limit.is_some());
+    let limited = limited.count();
+    let listens = match config.listen_address()? {
+        Some(address) => Listener::bind(&address).map(|_| format!("at {address}metrics")),
+        None => Ok("not served: metrics.listen is empty".to_owned()),
+    };
+    let lines = [
+        (
+            "processes",
+            Ok(format!("{} processes", agent.processes.len())),
+        ),
+        (
+            "cgroups",
+            match groups {
+                0 => Err("none counts memory: mount cgroups with the memory controller".to_owned()),
+                _ => Ok(format!(
+                    "{}, {limited} with a limit",
+                    text::count_with_noun(groups, "cgroup")
+                )),
+            },
+        ),
+        (
+            "pressure",
+            Pressure::read("/proc/pressure/memory")
+                .map(|_| "reported".to_owned())
+                .ok_or_else(|| "not reported: boot with psi=1".to_owned()),
+        ),
+        ("metrics", listens.map_err(|error| format!("{error:#}"))),
+    ];
+    let mut works = true;
+    for (what, outcome) in lines {
+        works &= outcome.is_ok();
+        let (mark, text) = match outcome {
+            Ok(text) => ("ok  ", text),
+            Err(text) => ("less", text),
+        };
+        output.header(&format!("{mark}  {what}: {text}"))?;
+    }
+    output.flush()?;
+    Ok(if works {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::from(LESS)
+    })
+}

@@ -1,0 +1,225 @@
+//! memagent: watches the memory of a machine for weeks, and serves its numbers to Prometheus.
+//!
+//! One loop looks at the machine and its cgroups each second, and at all processes each quarter of a minute. Nothing is
+//! traced. Other threads only serve HTTP.
+
+mod agent;
+mod check;
+mod config;
+mod kills;
+mod metrics;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use memtools::host::pressure::Trigger;
+use memtools::print::output::Format;
+use memtools::run::cli;
+use memtools::run::poll::Poller;
+use memtools::run::privileges;
+use memtools::serve::address::Listener;
+use memtools::serve::report::ServedReport;
+use memtools::serve::server::Server;
+use nix::time::{ClockId, clock_gettime};
+use sd_notify::NotifyState;
+
+use crate::agent::Agent;
+use crate::config::Config;
+
+/// Stall time and window of the memory pressure that has the agent look at once: a tenth of a window, which without
+/// CAP_SYS_RESOURCE has to be two seconds.
+const PRESSURE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
+/// Maximum memory of responses, in bytes.
+const SERVED_BYTES: usize = 8 << 20;
+
+/// Watch the memory of this machine, its cgroups and processes, and serve metrics.
+#[derive(Debug, Parser)]
+#[command(
+    name = "memagent",
+    version,
+    after_help = "\
+exit status: 0 if it was stopped, 1 if it could not run, 2 for wrong usage;
+with --check: 3 if it can run, but with less
+
+examples:
+  memagent                     watch until Ctrl-C or SIGTERM
+  memagent -c test.toml        with another configuration
+  memagent --check             is the configuration right, and what works here?
+  memagent --print-config >/etc/memagent.toml
+                               a file with all keys, to be edited
+  systemctl reload memagent    load the configuration again, as SIGHUP does
+  curl -s localhost:9754/metrics
+                               the numbers
+  curl -s localhost:9754/metrics | grep suspicious
+                               which cgroups come near their limits"
+)]
+struct Args {
+    /// Check the configuration and what works here, and exit
+    #[arg(help_heading = "Actions", long, conflicts_with = "print_config")]
+    check: bool,
+
+    /// Print the configuration with all its keys, and exit
+    #[arg(help_heading = "Actions", long)]
+    print_config: bool,
+
+    /// Read the configuration from FILE [default: /etc/memagent.toml, if it exists]
+    #[arg(help_heading = "General", short, long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    let config = Config::load(args.config.as_deref())?;
+    if args.print_config || args.check {
+        let (_poller, mut output) = cli::start(Format::Text, None)?;
+        if args.print_config {
+            let text = config.text()?;
+            output.raw(|out| out.write_all(text.as_bytes()))?;
+            output.flush()?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        return check::run(&config, &mut output);
+    }
+    watch(&args, config)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Watches until a signal arrives.
+fn watch(args: &Args, config: Config) -> Result<()> {
+    let mut poller = Poller::new()?;
+    let hangup = Arc::new(AtomicBool::new(false));
+    poller.rotate_at_hangup(Arc::clone(&hangup));
+    let server = match config.listen_address()? {
+        Some(address) => {
+            let listener = Listener::bind(&address)?;
+            Some(Server::start(
+                listener,
+                SERVED_BYTES,
+                privileges::keep_serving,
+            )?)
+        }
+        None => None,
+    };
+    let (stalled, window) = PRESSURE;
+    // Without pressure information, growth is seen all the same.
+    let trigger = Trigger::some("/proc/pressure/memory", stalled, window).ok();
+    let mut agent = Agent::new(config)?;
+    let mut poller = poller;
+    server.iter().for_each(|server| poller.watch(server));
+    if let Some(trigger) = &trigger {
+        poller.watch_exception(trigger);
+    }
+    agent.look(since_boot()?, false);
+    match &server {
+        Some(server) => memtools::message!("watching; metrics at {}metrics", server.address()),
+        None => memtools::message!("watching"),
+    }
+    notify(&[NotifyState::Ready]);
+    let mut schedule = Schedule::new(agent.config.watch.cgroups_every.0);
+    loop {
+        let wake = poller.wait(Some(schedule.next))?;
+        if wake.stop {
+            break;
+        }
+        if let Some(server) = server.as_ref().filter(|server| wake.is_ready(*server)) {
+            server.answer(|| Ok(ServedReport::of_numbers(metrics::families(&agent))))?;
+        }
+        let is_pressed = trigger
+            .as_ref()
+            .is_some_and(|trigger| wake.is_ready(trigger));
+        if wake.deadline || is_pressed {
+            agent.look(since_boot()?, is_pressed);
+            notify(&[NotifyState::Watchdog]);
+        }
+        if wake.deadline {
+            agent.own.late += u64::from(schedule.advance());
+        }
+        if hangup.swap(false, Ordering::Relaxed) {
+            reload(args, &mut agent);
+            schedule.every = agent.config.watch.cgroups_every.0;
+        }
+    }
+    notify(&[NotifyState::Stopping]);
+    Ok(())
+}
+
+/// Reads the configuration again. A wrong one changes nothing.
+fn reload(args: &Args, agent: &mut Agent) {
+    match Config::load(args.config.as_deref()) {
+        Ok(config) => {
+            agent.reconfigure(config);
+            memtools::message!("the configuration was loaded again");
+        }
+        Err(error) => {
+            agent.own.refused_configs += 1;
+            memtools::message!("{error:#}; the configuration is unchanged");
+        }
+    }
+}
+
+/// Times of the looks.
+struct Schedule {
+    every: Duration,
+    next: Instant,
+}
+
+impl Schedule {
+    fn new(every: Duration) -> Self {
+        Self {
+            every,
+            next: Instant::now() + every,
+        }
+    }
+
+    /// Sets the time of the next look. Returns whether that time has passed already.
+    fn advance(&mut self) -> bool {
+        self.next += self.every;
+        let now = Instant::now();
+        let is_late = self.next <= now;
+        if is_late {
+            self.next = now + self.every;
+        }
+        is_late
+    }
+}
+
+/// Returns the time since boot, including suspension.
+fn since_boot() -> Result<Duration> {
+    let now = clock_gettime(ClockId::CLOCK_BOOTTIME).context("failed to read the clock")?;
+    Ok(now.into())
+}
+
+/// Sends a notification to systemd, if it has started the agent.
+fn notify(states: &[NotifyState<'_>]) {
+    // Without a receiver, systemd restarts the agent once its watchdog expires, which is the remedy.
+    let _ = sd_notify::notify(states);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        cli::assert_refuses::<Args>(&["--check --print-config", "x", "--config"]);
+    }
+
+    #[test]
+    fn a_look_that_takes_too_long_is_late_once() {
+        let mut schedule = Schedule::new(Duration::from_secs(60));
+        assert!(!schedule.advance());
+        schedule.next = Instant::now()
+            .checked_sub(Duration::from_secs(600))
+            .unwrap_or(schedule.next);
+        assert!(schedule.advance());
+        assert!(!schedule.advance());
+    }
+}
