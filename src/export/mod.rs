@@ -12,6 +12,7 @@
 //! | [`pprof`] | profiles in pprof's format |
 //! | [`perfetto`] | timelines, and heap profiles on them, for ui.perfetto.dev |
 //! | [`metrics`] | sums for Prometheus |
+//! | [`spool`] | folders of files that are written whole or not at all |
 //! | [`atomic_file`] | files that are written whole or not at all |
 
 pub mod atomic_file;
@@ -27,4 +28,5 @@ mod pprof_message;
 mod pprof_text;
 pub mod profile;
 pub mod saved_profile;
+pub mod spool;
 pub mod text;

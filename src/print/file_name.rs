@@ -315,6 +315,14 @@ impl FileName {
         Ok(File::from(file))
     }
 
+    /// Returns the open directory of the file.
+    ///
+    /// # Errors
+    /// If there are no descriptors left.
+    pub fn folder(&self) -> io::Result<OwnedFd> {
+        self.folder.try_clone()
+    }
+
     /// Removes the file.
     ///
     /// # Errors
