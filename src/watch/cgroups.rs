@@ -13,6 +13,7 @@ use crate::host::values;
 use crate::process::labels::Workload;
 use crate::watch::growth::Growth;
 use crate::watch::reread::{FileBudget, Reread, number};
+use crate::watch::ring::{Ring, Sample};
 
 /// Number of cgroups that are read in full at each look: the nearest to their limits, and all that are suspicious.
 const NEAREST: usize = 20;
@@ -55,6 +56,8 @@ pub struct WatchedCgroup {
     pub is_pressed: bool,
     /// Growth of `held` toward the limit.
     pub growth: Growth,
+    /// Numbers of the last minutes, as of the full reads.
+    pub before: Ring,
     version: &'static Version,
     /// Inode of the directory: a cgroup that is created anew under the same name is another one.
     inode: u64,
@@ -129,6 +132,11 @@ impl Cgroups {
     /// Returns the cgroups, to add to their growth.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut WatchedCgroup> {
         self.groups.values_mut()
+    }
+
+    /// Returns the cgroup at this path below a mount, escaped.
+    pub fn at_path(&self, path: &str) -> Option<&WatchedCgroup> {
+        self.iter().find(|group| group.path == path)
     }
 
     /// Returns the number of cgroups that are not watched, as there are too many.
@@ -248,6 +256,7 @@ impl WatchedCgroup {
             now: CgroupNumbers::default(),
             is_pressed: false,
             growth: Growth::default(),
+            before: Ring::default(),
             version,
             inode,
             current: open(version.current)?,
@@ -297,6 +306,11 @@ impl WatchedCgroup {
         self.now.held = self.version.held(self.now.current, stat);
         self.current_then = self.now.current;
         self.looked = Some(at);
+        self.before.add(Sample {
+            at,
+            held: self.now.held,
+            current: self.now.current,
+        });
         if let Some(hits) = &self.hits {
             self.now.hits = number(hits.read(buffer)?).unwrap_or_default();
         }

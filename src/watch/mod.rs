@@ -11,6 +11,7 @@
 //! | [`machine`] | the machine's memory |
 //! | [`cgroups`] | cgroups of both versions: what each uses, holds and may use, and its kills |
 //! | [`processes`] | processes and their anonymous memory |
+//! | [`ring`] | samples of the last minutes |
 //! | [`day`] | the highest value of the last day |
 //! | [`growth`] | growth toward a limit, with hysteresis |
 
@@ -20,3 +21,4 @@ pub mod growth;
 pub mod machine;
 pub mod processes;
 pub mod reread;
+pub mod ring;

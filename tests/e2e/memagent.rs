@@ -2,6 +2,7 @@
 //! configuration; and what it says to systemd.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,6 +10,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use nix::sys::signal::Signal;
+use serde_json::Value;
 
 use crate::harness::{self, Tool, Workload, eventually, tool, workload};
 use crate::metrics::{self, Sample};
@@ -20,6 +22,10 @@ pub(crate) fn tests() -> Vec<Trial> {
         numbers_are_those_of_the_kernel,
         page_cache_is_not_held,
         kills_outlive_their_cgroup,
+        each_kill_leaves_an_incident,
+        a_whole_cgroup_is_one_incident [Guest],
+        the_machine_s_kill_is_known [Guest],
+        incidents_of_others_are_refused [Once],
         a_wrong_configuration_is_refused_with_its_place [Once],
         a_hangup_loads_the_configuration_again [Once],
         systemd_is_notified [Once],
@@ -41,7 +47,12 @@ impl Agent {
     fn start_with(config: &str, change: impl FnOnce(&mut Command)) -> Result<Self> {
         let folder = harness::scratch()?;
         let file = folder.path().join("memagent.toml");
-        fs::write(&file, format!("{config}\n[metrics]\nlisten = \"0\"\n"))?;
+        let spool = folder.path().join("spool");
+        let defaults = format!(
+            "[spool]\nfolder = \"{}\"\n[metrics]\nlisten = \"0\"\n",
+            spool.display()
+        );
+        fs::write(&file, format!("{config}\n{defaults}"))?;
         let mut command = Command::new(tool("memagent"));
         command.arg("--config").arg(&file).stdin(Stdio::null());
         change(&mut command);
@@ -55,6 +66,28 @@ impl Agent {
 
     fn config(&self) -> PathBuf {
         self.folder.path().join("memagent.toml")
+    }
+
+    /// Returns the incidents that were written, oldest first.
+    fn incidents(&self) -> Result<Vec<PathBuf>> {
+        let entries = fs::read_dir(self.folder.path().join("spool"))?;
+        let mut folders: Vec<PathBuf> = entries
+            .map(|entry| Ok(entry?.path()))
+            .collect::<Result<_>>()?;
+        folders.sort();
+        Ok(folders)
+    }
+
+    /// Waits for this number of incidents, and returns the last one.
+    fn incident(&self, number: usize) -> Result<(PathBuf, Value)> {
+        eventually("the incident is written", || {
+            let incidents = self.incidents()?;
+            let is_whole = |folder: &PathBuf| !folder.to_string_lossy().contains("/.tmp-");
+            Ok(incidents.len() >= number && incidents.iter().all(is_whole))
+        })?;
+        let folder = self.incidents()?.pop().context("none")?;
+        let json = fs::read(folder.join("incident.json"))?;
+        Ok((folder, serde_json::from_slice(&json)?))
     }
 
     /// Returns the present numbers, in the older format, which promtool and Prometheus' client must accept.
@@ -194,6 +227,168 @@ fn kills_outlive_their_cgroup() -> Result<()> {
     Ok(())
 }
 
+/// Starts a process in a cgroup that will be killed, and returns its pid.
+fn killed_in(group: &Group) -> Result<u64> {
+    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64", "77"]))?;
+    let pid = hog.pid().parse()?;
+    hog.go()?;
+    hog.wait()?;
+    Ok(pid)
+}
+
+fn each_kill_leaves_an_incident() -> Result<()> {
+    let group = Group::new("memtools-agent-incident", 24 << 20)?;
+    group.forbid_swap()?;
+    let agent = Agent::start("")?;
+    let path = "/memtools-agent-incident";
+    // A service that is started again and again.
+    for number in 1..=2 {
+        let before = jiff::Timestamp::now();
+        let pid = killed_in(&group)?;
+        let after = jiff::Timestamp::now();
+        let (folder, incident) = agent.incident(number)?;
+        let time: jiff::Timestamp = incident["time"].as_str().context("no time")?.parse()?;
+        // The log's clock lags behind by up to a second.
+        let slack = jiff::SignedDuration::from_secs(1);
+        ensure!(
+            before - slack <= time && time <= after + slack,
+            "{before} {time} {after}"
+        );
+        let victim = &incident["victims"][0];
+        ensure!(
+            victim["pid"] == pid && victim["comm"] == "hog",
+            "{incident}"
+        );
+        let anon = victim["anon_bytes"].as_u64().unwrap_or_default() >> 20;
+        ensure!((16..=24).contains(&anon), "{incident}");
+        ensure!(
+            incident["limit"] == "cgroup" && incident["limit_cgroup"] == path,
+            "{incident}"
+        );
+        ensure!(
+            incident["limit_bytes"] == 24 << 20 && incident["cgroup"] == path,
+            "{incident}"
+        );
+        ensure!(incident["trigger"] == "hog", "{incident}");
+        let read = |file: &str| fs::read_to_string(folder.join(file));
+        let log = read("kmsg.txt")?;
+        ensure!(
+            log.contains(&format!("Killed process {pid} (hog)")),
+            "{log}"
+        );
+        ensure!(log.contains("hog invoked oom-killer"), "{log}");
+        let report = read("report.txt")?;
+        ensure!(
+            report.contains(&format!("hog (pid {pid}) was killed")),
+            "{report}"
+        );
+        let before = read("before.jsonl")?;
+        for place in [path, "machine"] {
+            let place = format!("\"place\":\"{place}\"");
+            ensure!(before.lines().any(|line| line.contains(&place)), "{before}");
+        }
+        let mode =
+            |path: &Path| -> Result<u32> { Ok(path.metadata()?.permissions().mode() & 0o777) };
+        ensure!(mode(&folder)? == 0o700 && mode(&folder.join("report.txt"))? == 0o600);
+    }
+    let kills = agent.samples()?;
+    let kills = kills.iter().filter(|sample| {
+        sample.name == "memagent_oom_kills_total"
+            && sample
+                .labels
+                .get("cgroup")
+                .is_some_and(|cgroup| cgroup == path)
+    });
+    let kills: Vec<_> = kills
+        .map(|kill| (kill.labels.get("limit").cloned(), kill.value))
+        .collect();
+    ensure!(kills == [(Some("cgroup".to_owned()), 2.0)], "{kills:?}");
+    Ok(())
+}
+
+fn a_whole_cgroup_is_one_incident() -> Result<()> {
+    let group = Group::new("memtools-agent-group", 24 << 20)?;
+    group.forbid_swap()?;
+    group.set("memory.oom.group", "1")?;
+    let other = Workload::spawn(&mut group.command(&workload("hog"), &["1"]))?;
+    let agent = Agent::start("")?;
+    let pid = killed_in(&group)?;
+    let (_, incident) = agent.incident(1)?;
+    let victims = incident["victims"].as_array().context("no victims")?;
+    let pids: Vec<u64> = victims
+        .iter()
+        .filter_map(|victim| victim["pid"].as_u64())
+        .collect();
+    let expected = [pid, other.pid().parse()?];
+    ensure!(
+        pids.len() == 2 && expected.iter().all(|pid| pids.contains(pid)),
+        "{incident}"
+    );
+    // The first victim is killed, and counted, twice.
+    let events = fs::read_to_string(format!("{}/memory.events", group.path()))?;
+    let counted = events
+        .lines()
+        .find_map(|line| line.strip_prefix("oom_kill "));
+    let counted: f64 = counted.context("no kills")?.parse()?;
+    eventually("kills are those of the kernel", || {
+        Ok(agent.of(
+            "memagent_oom_kills_total",
+            "cgroup",
+            "/memtools-agent-group",
+        )? == [counted])
+    })?;
+    ensure!(agent.incidents()?.len() == 1, "{:?}", agent.incidents()?);
+    Ok(())
+}
+
+fn the_machine_s_kill_is_known() -> Result<()> {
+    let megabytes = meminfo_kb("MemTotal")? / 1024 + 50;
+    let agent = Agent::start("")?;
+    let mut hog = Workload::start("hog", &[&megabytes.to_string(), "900"])?;
+    let pid: u64 = hog.pid().parse()?;
+    hog.go()?;
+    hog.wait()?;
+    let (_, incident) = agent.incident(1)?;
+    ensure!(
+        incident["limit"] == "machine" && incident["limit_cgroup"].is_null(),
+        "{incident}"
+    );
+    ensure!(incident["victims"][0]["pid"] == pid, "{incident}");
+    ensure!(
+        incident["limit_bytes"] == meminfo_kb("MemTotal")? << 10,
+        "{incident}"
+    );
+    eventually("it is counted", || {
+        Ok(agent.of("memagent_oom_kills_total", "limit", "machine")? == [1.0])
+    })
+}
+
+fn incidents_of_others_are_refused() -> Result<()> {
+    let folder = harness::scratch()?;
+    let spool = folder.path().join("memagent");
+    fs::create_dir(&spool)?;
+    fs::set_permissions(&spool, PermissionsExt::from_mode(0o777))?;
+    let file = folder.path().join("x.toml");
+    let path = file.to_str().context("a name")?;
+    let config = format!(
+        "[spool]\nfolder = \"{}\"\n[metrics]\nlisten = \"0\"\n",
+        spool.display()
+    );
+    fs::write(&file, config)?;
+    let checked = harness::run("memagent", &["--config", path, "--check"])?;
+    ensure!(checked.status.code() == Some(3), "{checked:?}");
+    ensure!(
+        checked
+            .stdout
+            .contains("less  incidents: others may write into "),
+        "{checked:?}"
+    );
+    let mut agent = Tool::start("memagent", &["--config", path])?;
+    agent.wait_for_stderr("incidents are not written")?;
+    agent.wait_for_stderr("watching; metrics at ")?;
+    Ok(())
+}
+
 fn a_wrong_configuration_is_refused_with_its_place() -> Result<()> {
     let folder = harness::scratch()?;
     let file = folder.path().join("x.toml");
@@ -208,7 +403,12 @@ fn a_wrong_configuration_is_refused_with_its_place() -> Result<()> {
             "{ended:?}"
         );
     }
-    fs::write(&file, "[metrics]\nlisten = \"0\"\n")?;
+    let spool = folder.path().join("spool");
+    let config = format!(
+        "[spool]\nfolder = \"{}\"\n[metrics]\nlisten = \"0\"\n",
+        spool.display()
+    );
+    fs::write(&file, config)?;
     let checked = harness::run("memagent", &["--config", path, "--check"])?;
     ensure!(matches!(checked.status.code(), Some(0 | 3)), "{checked:?}");
     ensure!(
@@ -235,7 +435,8 @@ fn a_hangup_loads_the_configuration_again() -> Result<()> {
         Ok(agent.of("memagent_process_anon_bytes", "", "")?.len())
     };
     ensure!(processes(&agent)? > 1);
-    fs::write(agent.config(), "[metrics]\nlisten = \"0\"\nprocesses = 1\n")?;
+    let config = fs::read_to_string(agent.config())?;
+    fs::write(agent.config(), format!("{config}processes = 1\n"))?;
     agent.tool.signal(Signal::SIGHUP)?;
     agent
         .tool

@@ -1,9 +1,11 @@
 //! What the agent knows of the machine, its cgroups and its processes, brought up to date by each look.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use memtools::host::kernel_log::{FollowedLog, KillFinder, LoggedKill};
 use memtools::print::text;
 use memtools::process::labels::{ContainerNames, Workload};
 use memtools::watch::cgroups::Cgroups;
@@ -11,10 +13,12 @@ use memtools::watch::growth::{Change, Growth, Observed, Reason, Thresholds};
 use memtools::watch::machine::{Machine, MachineMemory};
 use memtools::watch::processes::Processes;
 use memtools::watch::reread::FileBudget;
+use memtools::watch::ring::{Ring, Sample};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use crate::config::Config;
-use crate::kills::KillCounts;
+use crate::incident::{self, Incident, ProcessThen, Writer};
+use crate::kills::{KillCounts, Limit};
 
 /// Maximum number of cgroups that are watched.
 const MAX_CGROUPS: usize = 2000;
@@ -28,6 +32,10 @@ const OTHER_FILES: usize = 128;
 const WALK: Duration = Duration::from_secs(60);
 /// Time between two walks if cgroups come and go all the time, as a multiple of the time that a walk takes.
 const WALK_REST: u32 = 500;
+/// Maximum size of the records of the kernel's log in an incident.
+const MAX_RECORD_BYTES: usize = 64 << 10;
+/// Number of the largest processes in an incident.
+const LARGEST: usize = 10;
 /// Time between two full reads of all cgroups.
 const WHOLE: Duration = Duration::from_secs(15);
 
@@ -40,6 +48,8 @@ pub(crate) struct OwnCounts {
     pub(crate) failed: u64,
     /// Configurations that were wrong when they were to be loaded again.
     pub(crate) refused_configs: u64,
+    /// Times that records of the kernel's log were overwritten before they were read.
+    pub(crate) log_gaps: u64,
 }
 
 /// State of the agent.
@@ -53,6 +63,15 @@ pub(crate) struct Agent {
     pub(crate) processes: Processes,
     pub(crate) kills: KillCounts,
     pub(crate) own: OwnCounts,
+    machine_before: Ring,
+    /// None if the kernel's log may not be read.
+    pub(crate) log: Option<FollowedLog>,
+    finder: KillFinder,
+    /// Kills that the kernel's log has reported since the last look, and the records around them.
+    logged: Vec<LoggedKill>,
+    records: String,
+    /// None if incidents are not written.
+    pub(crate) writer: Option<Writer>,
     next_walk: Duration,
     walk_before: Duration,
     next_whole: Duration,
@@ -83,6 +102,12 @@ impl Agent {
             processes: Processes::new(FileBudget::new(for_processes))?,
             kills: KillCounts::default(),
             own: OwnCounts::default(),
+            machine_before: Ring::default(),
+            log: None,
+            finder: KillFinder::default(),
+            logged: Vec::new(),
+            records: String::new(),
+            writer: None,
             next_walk: Duration::ZERO,
             walk_before: Duration::ZERO,
             next_whole: Duration::ZERO,
@@ -98,13 +123,15 @@ impl Agent {
         if let Err(error) = self.look_at_machine(at, is_pressed, &thresholds) {
             self.failed(&error);
         }
+        // Before the walk, which forgets the cgroups that were removed.
+        self.report_kills(at);
         self.walk(at);
         let whole = at >= self.next_whole;
         if whole {
             self.next_whole = at + WHOLE;
         }
         for killed in self.cgroups.look(at, whole, &mut self.buffer) {
-            self.kills.add(&killed, at);
+            self.kills.add_events(&killed.path, killed.count, at);
         }
         self.judge_cgroups(at, &thresholds);
         if at >= self.next_processes {
@@ -130,6 +157,11 @@ impl Agent {
         thresholds: &Thresholds,
     ) -> Result<()> {
         self.memory = self.machine.read(&mut self.buffer)?;
+        self.machine_before.add(Sample {
+            at,
+            held: self.memory.held(),
+            current: self.memory.total.saturating_sub(self.memory.available),
+        });
         let seen = Observed {
             at,
             held: self.memory.held(),
@@ -176,17 +208,133 @@ impl Agent {
         }
     }
 
+    /// Reads the new records of the kernel's log.
+    fn read_log(&mut self) {
+        let Some(log) = &mut self.log else {
+            return;
+        };
+        log.read(|record| {
+            if record.contains(" invoked oom-killer: ") && self.logged.is_empty() {
+                self.records.clear();
+            }
+            if self.records.len() + record.len() <= MAX_RECORD_BYTES {
+                for line in record.lines() {
+                    self.records.push_str(&text::escape(line));
+                    self.records.push('\n');
+                }
+            }
+            self.logged.extend(self.finder.add(record));
+        });
+        if self.logged.is_empty() && !self.finder.is_searching() {
+            self.records.clear();
+        }
+        self.own.log_gaps = log.lost();
+    }
+
+    /// Counts the kills since the last look, and has an incident written of each search for a victim.
+    fn report_kills(&mut self, at: Duration) {
+        self.read_log();
+        let log = if self.logged.is_empty() {
+            String::new()
+        } else {
+            std::mem::take(&mut self.records)
+        };
+        let mut logged = std::mem::take(&mut self.logged);
+        for kill in &mut logged {
+            if kill.cgroup.is_none() {
+                let process = self.processes.get(kill.pid);
+                let cgroup = process.and_then(|process| process.cgroup.cgroup.clone());
+                kill.cgroup = cgroup.or_else(|| kill.limit_cgroup.clone());
+            }
+            let path = kill.cgroup.as_deref().unwrap_or("unknown");
+            let workload = self.names.complete(Workload::at(path));
+            self.kills.add_logged(path, limit_of(kill), &workload, at);
+        }
+        for victims in logged.chunk_by(|a, b| a.search == b.search) {
+            let incident =
+                incident::of_victims(victims.to_vec(), limit_of(&victims[0]), log.clone());
+            self.write(incident, at);
+        }
+        let names = &self.names;
+        let late = self
+            .kills
+            .settle(at, |path| names.complete(Workload::at(path)));
+        for (path, count) in late {
+            let mut incident = incident::of_victims(Vec::new(), Limit::Unknown, String::new());
+            (incident.cgroup, incident.killed) = (Some(path), count);
+            self.write(incident, at);
+        }
+    }
+
+    /// Adds what is known of the time before to an incident, and has it written.
+    fn write(&self, mut incident: Incident, at: Duration) {
+        let Some(writer) = &self.writer else {
+            return;
+        };
+        let path = incident.cgroup.clone().unwrap_or_default();
+        incident.workload = self.names.complete(Workload::at(&path));
+        incident.at = at;
+        let samples = self.machine_before.samples();
+        incident.before.insert("machine".to_owned(), samples);
+        let limit = incident.limit_cgroup.clone().unwrap_or_default();
+        for group in [&path, &limit]
+            .into_iter()
+            .filter_map(|path| self.cgroups.at_path(path))
+        {
+            incident
+                .before
+                .insert(group.path.clone(), group.before.samples());
+        }
+        incident.limit_bytes = match incident.limit {
+            "machine" => Some(self.memory.total),
+            _ => self
+                .cgroups
+                .at_path(&limit)
+                .and_then(|group| group.now.limit),
+        };
+        let largest = self.processes.largest(LARGEST).into_iter();
+        incident.largest = largest
+            .map(|process| ProcessThen {
+                pid: process.pid,
+                comm: process.comm.clone(),
+                cgroup: process.cgroup.cgroup.clone(),
+                anon_bytes: process.anon,
+                grown_bytes: process.grown,
+            })
+            .collect();
+        writer.write(incident);
+    }
+
+    /// Returns the numbers of incidents that were written, and that could not be.
+    pub(crate) fn incidents(&self) -> (u64, u64) {
+        let written = self.writer.as_ref().map(|writer| &writer.written);
+        written.map_or((0, 0), |written| {
+            let number = |count: &AtomicU64| count.load(Ordering::Relaxed);
+            (number(&written.whole), number(&written.failed))
+        })
+    }
+
     /// Takes another configuration. What needs a restart is named.
     pub(crate) fn reconfigure(&mut self, config: Config) {
         let is_same = config.metrics.listen == self.config.metrics.listen
             && config.watch.cgroup_root == self.config.watch.cgroup_root
-            && config.watch.container_logs == self.config.watch.container_logs;
+            && config.watch.container_logs == self.config.watch.container_logs
+            && config.spool == self.config.spool;
         if !is_same {
             memtools::message!(
-                "metrics.listen, watch.cgroup_root and watch.container_logs change only at a restart"
+                "metrics.listen, spool, watch.cgroup_root and watch.container_logs change only at a restart"
             );
         }
         self.config = config;
+    }
+}
+
+/// Returns which kind of limit was hit before a kill.
+fn limit_of(kill: &LoggedKill) -> Limit {
+    if kill.is_of_cgroup {
+        Limit::Cgroup
+    } else {
+        Limit::Machine
     }
 }
 

@@ -4,6 +4,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Result;
+use memtools::export::spool::Spool;
+use memtools::host::capabilities::{self, Capability};
+use memtools::host::kernel_log::FollowedLog;
 use memtools::host::pressure::Pressure;
 use memtools::print::output::Output;
 use memtools::print::text;
@@ -14,6 +17,18 @@ use crate::config::Config;
 
 /// Exit status if something does not work.
 const LESS: u8 = 3;
+
+/// Returns where incidents are written.
+fn incidents(config: &Config) -> Result<String, String> {
+    let folder = &config.spool.folder;
+    if folder.as_os_str().is_empty() {
+        return Ok("not written: spool.folder is empty".to_owned());
+    }
+    match Spool::open(folder, config.spool_limits()) {
+        Ok(spool) => Ok(format!("in {}", spool.shown())),
+        Err(error) => Err(format!("{error:#}")),
+    }
+}
 
 /// Prints a line for each ability. Returns the exit status.
 ///
@@ -53,6 +68,15 @@ pub(crate) fn run(config: &Config, output: &mut Output) -> Result<ExitCode> {
                 .map(|_| "reported".to_owned())
                 .ok_or_else(|| "not reported: boot with psi=1".to_owned()),
         ),
+        (
+            "kernel log",
+            FollowedLog::open()
+                .map(|_| "readable: the victims of kills are known".to_owned())
+                .map_err(|error| {
+                    format!("{error}{}", capabilities::remedy(Capability::CAP_SYSLOG))
+                }),
+        ),
+        ("incidents", incidents(config)),
         ("metrics", listens.map_err(|error| format!("{error:#}"))),
     ];
     let mut works = true;

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use jiff::SignedDuration;
+use memtools::export::spool::Limits;
+use memtools::parse;
 use memtools::print::text;
 use memtools::serve::address::{self, Address};
 use memtools::watch::growth::Thresholds;
@@ -23,6 +25,7 @@ const MAX_BYTES: u64 = 1 << 20;
 pub(crate) struct Config {
     pub(crate) watch: Watch,
     pub(crate) rule: Rule,
+    pub(crate) spool: SpoolOptions,
     pub(crate) metrics: Metrics,
 }
 
@@ -48,6 +51,18 @@ pub(crate) struct Rule {
     pub(crate) leave: Percent,
     pub(crate) soon: Span,
     pub(crate) slow: Span,
+}
+
+/// Where incidents are written.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct SpoolOptions {
+    /// Directory; empty for none.
+    pub(crate) folder: PathBuf,
+    /// Number of incidents that are kept.
+    pub(crate) incidents: usize,
+    /// Bytes of incidents that are kept.
+    pub(crate) bytes: Size,
 }
 
 /// Numbers for Prometheus.
@@ -80,6 +95,16 @@ impl Default for Rule {
             leave: Percent(75.0),
             soon: Span(Duration::from_secs(180)),
             slow: Span(Duration::from_secs(24 * 3600)),
+        }
+    }
+}
+
+impl Default for SpoolOptions {
+    fn default() -> Self {
+        Self {
+            folder: "/var/lib/memagent".into(),
+            incidents: 50,
+            bytes: Size(512 << 20),
         }
     }
 }
@@ -139,6 +164,32 @@ impl TryFrom<String> for Percent {
 impl From<Percent> for String {
     fn from(Percent(number): Percent) -> Self {
         format!("{number}%")
+    }
+}
+
+/// Number of bytes in the file, such as `"512M"`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct Size(pub(crate) u64);
+
+impl TryFrom<String> for Size {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        parse::bytes(&text).map(Self)
+    }
+}
+
+impl From<Size> for String {
+    fn from(Size(bytes): Size) -> Self {
+        let units = [(30, "G"), (20, "M"), (10, "K")];
+        let unit = units
+            .iter()
+            .find(|(shift, _)| bytes > 0 && bytes.trailing_zeros() >= *shift);
+        unit.map_or_else(
+            || bytes.to_string(),
+            |(shift, unit)| format!("{}{unit}", bytes >> shift),
+        )
     }
 }
 
@@ -210,6 +261,14 @@ impl Config {
         }
     }
 
+    /// Returns how many incidents are kept.
+    pub(crate) fn spool_limits(&self) -> Limits {
+        Limits {
+            folders: self.spool.incidents,
+            bytes: self.spool.bytes.0,
+        }
+    }
+
     /// Returns the thresholds of the rules.
     pub(crate) fn thresholds(&self) -> Thresholds {
         Thresholds {
@@ -272,6 +331,7 @@ mod tests {
             "slow = \"24h\"",
             "mark = \"85%\"",
             "cgroups = 300",
+            "bytes = \"512M\"",
         ] {
             assert!(
                 text.lines().any(|printed| printed == line),

@@ -1,11 +1,13 @@
-//! memagent: watches the memory of a machine for weeks, and serves its numbers to Prometheus.
+//! memagent: watches the memory of a machine for weeks, serves its numbers to Prometheus, and writes an incident of each
+//! OOM kill.
 //!
-//! One loop looks at the machine and its cgroups each second, and at all processes each quarter of a minute. Nothing is
-//! traced. Other threads only serve HTTP.
+//! One loop looks at the machine, its cgroups and the kernel's log each second, and at all processes each quarter of a
+//! minute. Nothing is traced. Other threads serve HTTP and write incidents.
 
 mod agent;
 mod check;
 mod config;
+mod incident;
 mod kills;
 mod metrics;
 
@@ -17,6 +19,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::Parser;
+use memtools::export::spool::Spool;
+use memtools::host::capabilities::{self, Capability};
+use memtools::host::kernel_log::FollowedLog;
 use memtools::host::pressure::Trigger;
 use memtools::print::output::Format;
 use memtools::run::cli;
@@ -30,6 +35,7 @@ use sd_notify::NotifyState;
 
 use crate::agent::Agent;
 use crate::config::Config;
+use crate::incident::Writer;
 
 /// Stall time and window of the memory pressure that has the agent look at once: a tenth of a window, which without
 /// CAP_SYS_RESOURCE has to be two seconds.
@@ -112,6 +118,8 @@ fn watch(args: &Args, config: Config) -> Result<()> {
     // Without pressure information, growth is seen all the same.
     let trigger = Trigger::some("/proc/pressure/memory", stalled, window).ok();
     let mut agent = Agent::new(config)?;
+    agent.log = followed_log();
+    agent.writer = writer(&agent.config)?;
     let mut poller = poller;
     server.iter().for_each(|server| poller.watch(server));
     if let Some(trigger) = &trigger {
@@ -149,6 +157,33 @@ fn watch(args: &Args, config: Config) -> Result<()> {
     }
     notify(&[NotifyState::Stopping]);
     Ok(())
+}
+
+/// Opens the kernel's log. Without it, kills are known by the events of cgroups, without the victims.
+fn followed_log() -> Option<FollowedLog> {
+    let log = FollowedLog::open();
+    if let Err(error) = &log {
+        let remedy = capabilities::remedy(Capability::CAP_SYSLOG);
+        memtools::message!(
+            "failed to open the kernel's log, so that victims are not known: {error}{remedy}"
+        );
+    }
+    log.ok()
+}
+
+/// Starts to write incidents. A directory that cannot be written to is reported, and metrics are served all the same.
+fn writer(config: &Config) -> Result<Option<Writer>> {
+    let folder = &config.spool.folder;
+    if folder.as_os_str().is_empty() {
+        return Ok(None);
+    }
+    match Spool::open(folder, config.spool_limits()) {
+        Ok(spool) => Writer::start(spool).map(Some),
+        Err(error) => {
+            memtools::message!("{error:#}; incidents are not written");
+            Ok(None)
+        }
+    }
 }
 
 /// Reads the configuration again. A wrong one changes nothing.

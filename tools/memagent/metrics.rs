@@ -134,12 +134,12 @@ fn kills(agent: &Agent) -> Family {
         Kind::Counter,
         "memagent_oom_kills",
         "",
-        "Processes of a cgroup that the OOM killer has killed while the agent ran.",
+        "Processes of a cgroup that the OOM killer has killed while the agent ran, by the limit that was hit.",
     );
-    for (path, count) in agent.kills.iter() {
-        kills
-            .series
-            .push((labels(path, &count.workload), count.count));
+    for (path, limit, count) in agent.kills.iter() {
+        let mut labels = labels(path, &count.workload);
+        labels.push(("limit", limit.name().to_owned()));
+        kills.series.push((labels, count.count));
     }
     kills
 }
@@ -279,6 +279,21 @@ fn own(agent: &Agent) -> Vec<Family> {
             "memagent_configurations_refused",
             "Wrong configurations that were to be loaded again.",
             agent.own.refused_configs,
+        ),
+        count(
+            "memagent_incidents_written",
+            "Incidents that were written.",
+            agent.incidents().0,
+        ),
+        count(
+            "memagent_incidents_failed",
+            "Incidents that could not be written.",
+            agent.incidents().1,
+        ),
+        count(
+            "memagent_log_gaps",
+            "Times that the kernel overwrote records of its log before they were read.",
+            agent.own.log_gaps,
         ),
         Family {
             series: vec![(vec![("version", env!("CARGO_PKG_VERSION").to_owned())], 1)],
