@@ -24,7 +24,8 @@ pub struct MemoryCgroup {
     pub path: String,
     /// Bytes in use, including page cache.
     pub current: u64,
-    /// Bytes in use that the kernel cannot reclaim without swap, as [`Version::held`] computes them.
+    /// Bytes in use that the kernel cannot reclaim without swap: no page cache but shared memory, and no reclaimable slab
+    /// memory.
     pub held: u64,
     /// The limit, in bytes.
     pub limit: u64,
