@@ -9,6 +9,8 @@ use crate::who::Culprit;
 /// Limit on the cgroups near their limit that are shown.
 const MAX_CGROUPS: usize = 3;
 
+/// Share of the limit, in percent, from which on page cache is named.
+const CACHE_PERCENT: f64 = 10.0;
 /// Growth per second from which a cgroup's growth is no noise.
 const GROWS: f64 = (1 << 20) as f64;
 
@@ -48,18 +50,23 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
     let earlier = earlier.unwrap_or(group);
     let hits = group.hits.saturating_sub(earlier.hits) as f64 / evidence.seconds();
     let kills = group.oom_kills.saturating_sub(earlier.oom_kills);
-    let used = |group: &MemoryCgroup| group.percent() / 100.0 * group.limit as f64;
-    let growth = (used(group) - used(earlier)) / evidence.seconds();
+    let growth = group.held.saturating_sub(earlier.held) as f64 / evidence.seconds();
     let left = match growth {
-        GROWS.. => (group.limit as f64 - used(group)).max(0.0) / growth,
+        GROWS.. => group.limit.saturating_sub(group.held) as f64 / growth,
         _ => f64::INFINITY,
     };
     let level = level_from_thresholds(group.percent(), 90.0, f64::INFINITY)
         .max(level_from_thresholds(-left, -120.0, -30.0))
         .max(level_from_thresholds(hits, f64::INFINITY, 10.0))
         .max(level_from_thresholds(kills as f64, f64::INFINITY, 1.0));
+    let whole = group.current as f64 * 100.0 / group.limit.max(1) as f64;
+    let with_cache = if whole >= group.percent() + CACHE_PERCENT {
+        format!(", {whole:.0} % with page cache")
+    } else {
+        String::new()
+    };
     let mut text = format!(
-        "{} uses {:.0} % of its {}, and hits that limit {hits:.0} times per second",
+        "{} uses {:.0} % of its {}{with_cache}, and hits that limit {hits:.0} times per second",
         group.path,
         group.percent(),
         size(group.limit)

@@ -166,6 +166,11 @@ fn each_cgroup_near_its_limit_is_a_finding() {
         findings[0].next.as_deref(),
         Some("drsnoop --memcg --summary -d 10")
     );
+    machine.now.groups.limited[0].current = 990;
+    assert_eq!(
+        machine.findings()[0].evidence,
+        "/a uses 10 % of its 1000B, 99 % with page cache, and hits that limit 100 times per second"
+    );
     machine.now.groups.limited[0].hits = 5;
     machine.now.groups.limited[0].oom_kills = 1;
     assert_eq!(machine.findings()[0].level, Level::Act);
