@@ -19,6 +19,7 @@ use nix::sys::statvfs::fstatvfs;
 use nix::unistd::{UnlinkatFlags, fsync, geteuid, unlinkat};
 
 use crate::print::file_name::{FileName, PRIVATE};
+use crate::print::text;
 
 /// Beginning of the names of folders that are being written or removed.
 const TEMPORARY: &str = ".tmp-";
@@ -29,8 +30,10 @@ const FOLDER: OFlag = OFlag::O_RDONLY
     .union(OFlag::O_DIRECTORY)
     .union(OFlag::O_NOFOLLOW)
     .union(OFlag::O_CLOEXEC);
-/// Part of the file system that is left free: one in this many blocks.
-const LEFT_FREE: u64 = 10;
+/// Part of a file system that is left free: a tenth, ...
+const LEFT_FREE_PART: u64 = 10;
+/// ... but no more than this many bytes.
+const LEFT_FREE_BYTES: u64 = 1 << 30;
 
 /// Maximum number and size of the folders that are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,7 +92,7 @@ impl Spool {
     /// names of folders must begin with their time, as the order of names is that of age.
     ///
     /// # Errors
-    /// If a tenth of the file system would not be left free, or a file cannot be written. The folder is then not there.
+    /// If a tenth of the file system, or 1 GiB, would not be left free, or a file cannot be written. The folder is then not there.
     pub fn write(&self, name: &str, files: &[(&str, Vec<u8>)]) -> Result<()> {
         let failed = || format!("failed to write {}/{name}", self.shown);
         let size: u64 = files.iter().map(|(_, content)| content.len() as u64).sum();
@@ -132,10 +135,11 @@ impl Spool {
     fn expect_free(&self, bytes: u64) -> Result<()> {
         let system = fstatvfs(&self.folder)?;
         let block = system.fragment_size().max(1);
-        let needed = system.blocks() / LEFT_FREE + bytes.div_ceil(block);
+        let left = left_free(system.blocks().saturating_mul(block));
         ensure!(
-            system.blocks_available() >= needed,
-            "less than a tenth of the file system is free"
+            system.blocks_available().saturating_mul(block) >= left.saturating_add(bytes),
+            "less than {} of the file system would be left free",
+            text::bytes(left)
         );
         Ok(())
     }
@@ -220,6 +224,11 @@ fn is_written(name: &str) -> bool {
 fn tests_step() {}
 
 /// Ends this process by SIGKILL at the step that the environment names.
+/// Returns how much of a file system of this size is left free. All numbers are bytes.
+fn left_free(size: u64) -> u64 {
+    (size / LEFT_FREE_PART).min(LEFT_FREE_BYTES)
+}
+
 #[cfg(test)]
 fn tests_step() {
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -270,6 +279,12 @@ mod tests {
             .collect();
         names.sort();
         names
+    }
+
+    #[test]
+    fn a_large_file_system_is_used_up_to_its_last_gibibyte() {
+        assert_eq!(left_free(1 << 40), 1 << 30);
+        assert_eq!(left_free(1 << 20), (1 << 20) / 10);
     }
 
     #[test]
