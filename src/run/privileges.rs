@@ -43,6 +43,14 @@ const REPORTING: [Capability; 5] = [
     Capability::CAP_SYS_RESOURCE,
 ];
 
+/// Capabilities that watching takes, without tracing: to read the kernel's log and files that not everyone may read, and
+/// to be notified of memory pressure.
+const WATCHING: [Capability; 3] = [
+    Capability::CAP_SYSLOG,
+    Capability::CAP_DAC_READ_SEARCH,
+    Capability::CAP_SYS_RESOURCE,
+];
+
 /// System calls that no attached tool without stacks needs.
 const NOT_FOR_REPORTS: [i64; 18] = [
     // Other programs, processes and machines.
@@ -136,6 +144,27 @@ pub fn keep_reporting(target: &TargetArgs) -> Result<()> {
     }
 }
 
+/// Drops the privileges that watching the machine without tracing does not need, in a tool that runs for weeks. It can
+/// no longer execute programs, trace processes or load BPF programs. Call this when files have been opened and addresses
+/// bound, and before any thread is started.
+///
+/// # Errors
+/// If the kernel refuses to drop capabilities or to install the filter.
+pub fn keep_watching() -> Result<()> {
+    // Without this, an unprivileged process may install no filter.
+    set_no_new_privs().context("failed to disable new privileges (PR_SET_NO_NEW_PRIVS)")?;
+    let mut kept = CapsHashSet::from(WATCHING);
+    if hides_processes() {
+        kept.insert(Capability::CAP_SYS_PTRACE);
+    }
+    keep(&kept)?;
+    // Each notification of systemd takes a socket.
+    let reports = NOT_FOR_REPORTS.into_iter();
+    let mut forbidden: Vec<i64> = reports.filter(|&call| call != libc::SYS_socket).collect();
+    forbidden.extend([libc::SYS_bpf, libc::SYS_perf_event_open, libc::SYS_kill]);
+    forbid_calls(&forbidden)
+}
+
 /// Drops all privileges of the calling thread, and of the threads that it starts later: it reads what clients send.
 /// They have no capability any more, and can open no file or socket, execute no program and use no bpf(2). Other threads
 /// of the tool are not affected.
@@ -214,6 +243,28 @@ mod tests {
         assert!(child.is_err_and(refused), "another program was executed");
         assert!(socket.is_err_and(refused), "a socket was opened");
         assert!(file.is_ok(), "files can be read");
+    }
+
+    #[test]
+    fn what_watching_does_not_take_is_given_up() {
+        let limited = thread::spawn(|| {
+            keep_watching().expect("nothing refuses it");
+            let held = caps::read(None, CapSet::Permitted).expect("readable");
+            let child = std::process::Command::new("true").status();
+            let socket = std::os::unix::net::UnixDatagram::unbound();
+            (held, child, socket)
+        });
+        let (held, child, socket) = limited.join().expect("no panic");
+        for capability in [
+            Capability::CAP_BPF,
+            Capability::CAP_KILL,
+            Capability::CAP_DAC_OVERRIDE,
+        ] {
+            assert!(!held.contains(&capability), "{held:?}");
+        }
+        let refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::PermissionDenied;
+        assert!(child.is_err_and(refused), "another program was executed");
+        assert!(socket.is_ok(), "systemd is notified by a socket");
     }
 
     #[test]

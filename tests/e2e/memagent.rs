@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use memtools::host::capabilities::Capability;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -29,6 +30,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_wrong_configuration_is_refused_with_its_place [Once],
         a_hangup_loads_the_configuration_again [Once],
         systemd_is_notified [Once],
+        it_keeps_what_watching_takes [Once],
     }
 }
 
@@ -451,6 +453,33 @@ fn a_hangup_loads_the_configuration_again() -> Result<()> {
         Ok(agent.of("memagent_configurations_refused_total", "", "")? == [1.0])
     })?;
     ensure!(processes(&agent)? == 1);
+    Ok(())
+}
+
+/// No thread can execute a program, trace a process or write other users' files.
+fn it_keeps_what_watching_takes() -> Result<()> {
+    let agent = Agent::start("")?;
+    let most = [
+        Capability::CAP_SYSLOG,
+        Capability::CAP_DAC_READ_SEARCH,
+        Capability::CAP_SYS_RESOURCE,
+    ];
+    let most: u64 = most.iter().map(Capability::bitmask).sum();
+    for task in fs::read_dir(format!("/proc/{}/task", agent.tool.pid()))? {
+        let status = fs::read_to_string(task?.path().join("status"))?;
+        let field = |name: &str| {
+            let mut lines = status.lines();
+            lines.find_map(|line| line.strip_prefix(name))
+        };
+        let held = field("CapPrm:\t").context("no capabilities")?;
+        ensure!(u64::from_str_radix(held, 16)? & !most == 0, "{status}");
+        // Without the line, the kernel has no filters.
+        ensure!(
+            field("Seccomp:\t").is_none_or(|mode| mode == "2"),
+            "{status}"
+        );
+    }
+    ensure!(agent.tool.interrupt()?.status.success(), "it failed");
     Ok(())
 }
 

@@ -103,24 +103,22 @@ fn watch(args: &Args, config: Config) -> Result<()> {
     let mut poller = Poller::new()?;
     let hangup = Arc::new(AtomicBool::new(false));
     poller.rotate_at_hangup(Arc::clone(&hangup));
-    let server = match config.listen_address()? {
-        Some(address) => {
-            let listener = Listener::bind(&address)?;
-            Some(Server::start(
-                listener,
-                SERVED_BYTES,
-                privileges::keep_serving,
-            )?)
-        }
-        None => None,
-    };
+    let listener = config.listen_address()?;
+    let listener = listener
+        .map(|address| Listener::bind(&address))
+        .transpose()?;
+    let spool = spool(&config);
+    let log = followed_log();
+    privileges::keep_watching()?;
+    let server = listener
+        .map(|listener| Server::start(listener, SERVED_BYTES, privileges::keep_serving))
+        .transpose()?;
     let (stalled, window) = PRESSURE;
     // Without pressure information, growth is seen all the same.
     let trigger = Trigger::some("/proc/pressure/memory", stalled, window).ok();
     let mut agent = Agent::new(config)?;
-    agent.log = followed_log();
-    agent.writer = writer(&agent.config)?;
-    let mut poller = poller;
+    agent.log = log;
+    agent.writer = spool.map(Writer::start).transpose()?;
     server.iter().for_each(|server| poller.watch(server));
     if let Some(trigger) = &trigger {
         poller.watch_exception(trigger);
@@ -171,19 +169,17 @@ fn followed_log() -> Option<FollowedLog> {
     log.ok()
 }
 
-/// Starts to write incidents. A directory that cannot be written to is reported, and metrics are served all the same.
-fn writer(config: &Config) -> Result<Option<Writer>> {
+/// Opens the directory of incidents. One that cannot be written to is reported, and metrics are served all the same.
+fn spool(config: &Config) -> Option<Spool> {
     let folder = &config.spool.folder;
     if folder.as_os_str().is_empty() {
-        return Ok(None);
+        return None;
     }
-    match Spool::open(folder, config.spool_limits()) {
-        Ok(spool) => Writer::start(spool).map(Some),
-        Err(error) => {
-            memtools::message!("{error:#}; incidents are not written");
-            Ok(None)
-        }
+    let spool = Spool::open(folder, config.spool_limits());
+    if let Err(error) = &spool {
+        memtools::message!("{error:#}; incidents are not written");
     }
+    spool.ok()
 }
 
 /// Reads the configuration again. A wrong one changes nothing.
