@@ -9,9 +9,10 @@ use std::panic::{self, AssertUnwindSafe};
 use std::ptr;
 use std::thread;
 
+use anyhow::{Result, bail};
 use memmap2::MmapMut;
 use nix::sys::signal::{SigSet, SigmaskHow, pthread_sigmask};
-use nix::unistd::setsid;
+use nix::unistd::{Pid, setsid};
 
 /// Bytes of the child's stack. libbpf takes less than 64 KiB.
 const STACK: usize = 1 << 20;
@@ -28,23 +29,50 @@ enum Call<F, T> {
 ///
 /// The function may do what this thread may do, except to end the thread or to ask for its own PID.
 ///
+/// # Errors
+/// Those of the function; or if the child is killed.
+///
 /// # Panics
 /// If the function does.
-pub(crate) fn call<F: FnOnce() -> T, T>(function: F) -> T {
+pub(crate) fn call<T>(function: impl FnOnce() -> Result<T>) -> Result<T> {
     let mut call = Call::Wanted(function);
-    let started = start(&mut call);
+    // Without a child, such as for lack of processes or memory, the call is not shielded.
+    let _ = start(&mut call);
     match call {
         Call::Done(Ok(result)) => result,
         Call::Done(Err(cause)) => panic::resume_unwind(cause),
-        // Without a child, such as for lack of processes or memory, the call is not shielded.
         Call::Wanted(function) => function(),
-        Call::Running => unreachable!("the child has ended without a result: {started:?}"),
+        Call::Running => bail!("a child process of this tool was killed"),
     }
 }
 
 /// Runs the child, which replaces `call` by its result.
 fn start<F: FnOnce() -> T, T>(call: &mut Call<F, T>) -> io::Result<()> {
     let mut stack = MmapMut::map_anon(STACK)?;
+    let call = ptr::from_mut(call).cast();
+    // SAFETY: this thread continues when the child has ended, so the stack and the call outlive the child, and no two
+    // tasks use the thread's own data at a time. If this process is killed, its memory lasts as long as the child.
+    let pid = unsafe { start_sharing(&mut stack, libc::CLONE_VFORK, run::<F, T>, call) }?;
+    // SAFETY: the kernel writes nothing.
+    unsafe { libc::waitpid(pid.as_raw(), ptr::null_mut(), libc::__WALL) };
+    Ok(())
+}
+
+/// Starts a process that shares our memory, files and working directory, and runs `function` on this stack. All signals
+/// are blocked in it, and its end sends none. `flags` are more flags of clone(2).
+///
+/// # Errors
+/// If the kernel has no process left.
+///
+/// # Safety
+/// The stack and the argument must live until the process has ended. Unless this thread waits for it (CLONE_VFORK), the
+/// function must not use the data of the thread, such as errno.
+pub(crate) unsafe fn start_sharing(
+    stack: &mut MmapMut,
+    flags: libc::c_int,
+    function: extern "C" fn(*mut libc::c_void) -> libc::c_int,
+    argument: *mut libc::c_void,
+) -> io::Result<Pid> {
     // A handler of ours must not run in a process that shares our memory.
     let mut before = SigSet::empty();
     pthread_sigmask(
@@ -52,24 +80,18 @@ fn start<F: FnOnce() -> T, T>(call: &mut Call<F, T>) -> io::Result<()> {
         Some(&SigSet::all()),
         Some(&mut before),
     )?;
-    // SAFETY: this thread continues when the child has ended, so the stack and the call outlive the child, and no two
-    // tasks use the thread's own data at a time. If this process is killed, its memory lasts as long as the child.
+    let flags = flags | libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES;
+    // SAFETY: the end of the stack is where the stack begins; the caller promises the rest.
     let pid = unsafe {
-        libc::clone(
-            run::<F, T>,
-            stack.as_mut_ptr().add(STACK).cast(),
-            libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_FS | libc::CLONE_FILES,
-            ptr::from_mut(call).cast(),
-        )
+        let end = stack.as_mut_ptr().add(stack.len());
+        libc::clone(function, end.cast(), flags, argument)
     };
     let error = io::Error::last_os_error();
     let _ = pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&before), None);
     if pid < 0 {
         return Err(error);
     }
-    // SAFETY: the kernel writes nothing.
-    unsafe { libc::waitpid(pid, ptr::null_mut(), libc::__WALL) };
-    Ok(())
+    Ok(Pid::from_raw(pid))
 }
 
 /// Does a call, in the child.
@@ -95,21 +117,16 @@ mod tests {
     /// A child of another PID does the call. Its result, its files and its panics are ours.
     #[test]
     fn a_call_in_a_child_is_like_one_here() {
-        let (stat, zeros) = call(|| {
-            (
-                fs::read_to_string("/proc/self/stat"),
-                File::open("/dev/zero"),
-            )
-        });
-        let stat = stat.expect("readable");
+        let open = || {
+            let stat = fs::read_to_string("/proc/self/stat")?;
+            Ok((stat, File::open("/dev/zero")?))
+        };
+        let (stat, mut zeros) = call(open).expect("readable");
         assert!(!stat.starts_with(&format!("{} ", process::id())), "{stat}");
         let mut byte = [1];
-        zeros
-            .expect("a file")
-            .read_exact(&mut byte)
-            .expect("open here, too");
+        zeros.read_exact(&mut byte).expect("open here, too");
         assert_eq!(byte, [0]);
-        let panicked = panic::catch_unwind(|| call(|| panic!("of the child")));
+        let panicked = panic::catch_unwind(|| call::<()>(|| panic!("of the child")));
         let cause = panicked.expect_err("the panic is ours");
         assert_eq!(cause.downcast_ref(), Some(&"of the child"));
     }

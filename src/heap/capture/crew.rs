@@ -19,11 +19,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use memmap2::{Advice, MmapMut, MmapOptions};
 use nix::sys::resource::{Resource, getrlimit};
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, pthread_sigmask};
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::arch;
 use super::copy;
+use crate::process::shielded;
 
 /// Time without progress after which a target does not answer.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
@@ -319,33 +320,12 @@ impl Worker {
             parent: std::process::id() as isize,
             own: UnsafeCell::new(Own::new(number).context("no memory")?),
         });
-        // A handler of ours must not run in a process that shares our memory.
-        let mut before = SigSet::empty();
-        pthread_sigmask(
-            SigmaskHow::SIG_SETMASK,
-            Some(&SigSet::all()),
-            Some(&mut before),
-        )?;
+        let own = (&raw mut *seat).cast();
         // SAFETY: the stack and the seat live until the process has ended: see finish(). The process does what a job may
-        // do: no exit signal is sent, and it does not run our handlers.
-        let pid = unsafe {
-            libc::clone(
-                serve,
-                stack.as_mut_ptr().add(STACK).cast(),
-                libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES,
-                (&raw mut *seat).cast(),
-            )
-        };
-        let error = io::Error::last_os_error();
-        let _ = pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&before), None);
-        if pid < 0 {
-            return Err(error).context("failed to start a process that copies");
-        }
-        Ok(Self {
-            pid: Pid::from_raw(pid),
-            seat,
-            stack,
-        })
+        // do.
+        let pid = unsafe { shielded::start_sharing(&mut stack, 0, serve, own) }
+            .context("failed to start a process that copies")?;
+        Ok(Self { pid, seat, stack })
     }
 
     /// Whether the process has ended, which is waited for.
