@@ -213,6 +213,7 @@ bench: build
 	benches/events
 	benches/start
 	benches/scale
+	benches/locks
 	benches/stacks
 	benches/interpreters
 	benches/faults
