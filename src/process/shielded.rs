@@ -30,7 +30,7 @@ enum Call<F, T> {
 /// The function may do what this thread may do, except to end the thread or to ask for its own PID.
 ///
 /// # Errors
-/// Those of the function; or if the child is killed.
+/// If the function fails, or the child is killed.
 ///
 /// # Panics
 /// If the function does.

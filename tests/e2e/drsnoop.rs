@@ -57,7 +57,7 @@ fn columns_are_bccs() -> Result<()> {
     columns_are_right(&mut writer, tool).map(drop)
 }
 
-/// The sums are those of all reclaims of the process.
+/// The sums include each reclaim of the process.
 fn a_summary_is_the_sum_of_the_rows() -> Result<()> {
     let mut writer = Writer::start("memtools-summary")?;
     let pid = writer.pid();

@@ -1,6 +1,6 @@
 //! All parsers of the tools that read what other users control. Each function here gives bytes to one of them, and uses
 //! the result as the tools do. [foreign.rs](../foreign.rs) calls these functions with hostile and damaged inputs,
-//! and the targets in `tests/fuzz` with those of a coverage-guided fuzzer.
+//! and the targets in `tests/fuzz` with inputs of a coverage-guided fuzzer.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
