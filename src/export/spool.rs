@@ -92,7 +92,8 @@ impl Spool {
     /// names of folders must begin with their time, as the order of names is that of age.
     ///
     /// # Errors
-    /// If a tenth of the file system, or 1 GiB, would not be left free, or a file cannot be written. The folder is then not there.
+    /// If a tenth of the file system, or 1 GiB, would not be left free, or a file cannot be written. The folder is then
+    /// not there.
     pub fn write(&self, name: &str, files: &[(&str, Vec<u8>)]) -> Result<()> {
         let failed = || format!("failed to write {}/{name}", self.shown);
         let size: u64 = files.iter().map(|(_, content)| content.len() as u64).sum();
@@ -198,6 +199,11 @@ impl Spool {
     }
 }
 
+/// Returns how much of a file system of this size is left free. All numbers are bytes.
+fn left_free(size: u64) -> u64 {
+    (size / LEFT_FREE_PART).min(LEFT_FREE_BYTES)
+}
+
 /// Returns the names in an open directory that are text and wanted.
 fn entries(folder: &impl AsRawFd, wanted: impl Fn(&str) -> bool) -> Result<Vec<String>> {
     let path = format!("/proc/self/fd/{}", folder.as_raw_fd());
@@ -224,11 +230,6 @@ fn is_written(name: &str) -> bool {
 fn tests_step() {}
 
 /// Ends this process by SIGKILL at the step that the environment names.
-/// Returns how much of a file system of this size is left free. All numbers are bytes.
-fn left_free(size: u64) -> u64 {
-    (size / LEFT_FREE_PART).min(LEFT_FREE_BYTES)
-}
-
 #[cfg(test)]
 fn tests_step() {
     use std::sync::atomic::{AtomicUsize, Ordering};
