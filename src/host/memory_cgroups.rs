@@ -1,11 +1,13 @@
 //! Memory cgroups of both versions: their usage, and their limits.
 
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use crate::host::cgroup_tree;
 use crate::host::mounts::Mounts;
 use crate::host::values::{self, Values};
+use crate::print::text;
 
 /// Limit of version 1 that means no limit, and all above it: the kernel reports 2^63 bytes, rounded down to a page of
 /// any size.
@@ -254,6 +256,23 @@ pub fn root_limit() -> Option<u64> {
     mounts.find_map(|(mount, files)| files.limit(&mount))
 }
 
+/// Returns the cgroups whose limits hold for a cgroup: itself and those above it, if they have one. `folder` is its
+/// directory.
+pub fn limits_of(folder: &Path) -> Vec<MemoryCgroup> {
+    let mounts = memory_mounts(&Mounts::now()).into_iter();
+    let limits = mounts.flat_map(|(mount, files)| limits_below(&mount, files, folder));
+    limits.collect()
+}
+
+fn limits_below(mount: &Path, files: &Version, folder: &Path) -> Vec<MemoryCgroup> {
+    let look = |above: &Path| {
+        let below = above.strip_prefix(mount).ok()?;
+        let path = text::escape_bytes(below.as_os_str().as_bytes());
+        look_at(above, &format!("/{path}"), files)
+    };
+    folder.ancestors().filter_map(look).collect()
+}
+
 /// Calls `look` with the directories of all cgroups from the mount on and their escaped paths, in the order of the
 /// paths, for at most `most` cgroups. Returns whether these were all.
 pub(crate) fn visit(mount: &Path, most: usize, mut look: impl FnMut(&Path, &str)) -> bool {
@@ -344,6 +363,37 @@ pub(crate) fn memory_mounts(mounts: &Mounts) -> Vec<(PathBuf, &'static Version)>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_limits_of_a_cgroup_are_its_own_and_those_above_it() {
+        let mount = tempfile::tempdir().expect("a directory");
+        let write = |folder: &str, limit: &str| {
+            let folder = mount.path().join(folder);
+            fs::create_dir_all(&folder).expect("a directory");
+            for (file, text) in [
+                ("memory.max", limit),
+                ("memory.current", "7"),
+                ("memory.stat", ""),
+            ] {
+                fs::write(folder.join(file), text).expect("a file");
+            }
+        };
+        for (folder, limit) in [
+            ("a", "37"),
+            ("a/b", "max"),
+            ("a/b/c", "11"),
+            ("a/other", "3"),
+        ] {
+            write(folder, limit);
+        }
+        let limits = limits_below(mount.path(), &VERSION_2, &mount.path().join("a/b/c"));
+        let limits: Vec<_> = limits
+            .iter()
+            .map(|group| (&*group.path, group.limit))
+            .collect();
+        assert_eq!(limits, [("/a/b/c", 11), ("/a", 37)]);
+        assert_eq!(limits_below(mount.path(), &VERSION_2, Path::new("/a")), []);
+    }
 
     #[test]
     fn both_hierarchies_are_found_once() {

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use memtools::host::memory_cgroups::MemoryCgroups;
+use memtools::host::memory_cgroups;
 use memtools::host::values::Values;
 
 use crate::accounting::Accounting;
@@ -42,15 +42,11 @@ impl Headroom {
             percent: 100.0 - left as f64 * 100.0 / total.max(1) as f64,
             limit: format!("the machine's memory, {}", size(total)),
         };
-        let groups = MemoryCgroups::read().limited.into_iter();
-        let limits = groups.filter(|group| folder.starts_with(&group.folder));
-        let limits = limits.map(|group| {
-            let percent = group.percent();
-            Self {
-                left: (group.limit as f64 * (1.0 - percent / 100.0).max(0.0)) as u64,
-                percent,
-                limit: format!("the limit of {}, {}", group.path, size(group.limit)),
-            }
+        let limits = memory_cgroups::limits_of(folder).into_iter();
+        let limits = limits.map(|group| Self {
+            left: group.limit.saturating_sub(group.held),
+            percent: group.percent(),
+            limit: format!("the limit of {}, {}", group.path, size(group.limit)),
         });
         let all = limits.chain([machine.clone()]);
         all.min_by_key(|limit| limit.left).unwrap_or(machine)
