@@ -286,7 +286,7 @@ impl Agent {
                 .insert(group.path.clone(), group.before.samples());
         }
         incident.limit_bytes = match incident.limit {
-            "machine" => Some(self.memory.total),
+            Limit::Machine => Some(self.memory.total),
             _ => self
                 .cgroups
                 .at_path(&limit)

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use jiff::tz::TimeZone;
-use jiff::{SignedDuration, Timestamp, Zoned};
+use jiff::{SignedDuration, Zoned};
 use memtools::export::spool::Spool;
 use memtools::host::kernel_log::LoggedKill;
 use memtools::print::identity::Identity;
@@ -46,7 +46,7 @@ pub(crate) struct Incident {
     pub(crate) time: Zoned,
     pub(crate) kind: &'static str,
     /// Kind of the limit that was hit.
-    pub(crate) limit: &'static str,
+    pub(crate) limit: Limit,
     pub(crate) limit_cgroup: Option<String>,
     pub(crate) limit_bytes: Option<u64>,
     /// Cgroup of the first victim.
@@ -90,9 +90,7 @@ struct Before<'a> {
 pub(crate) fn wall_time(at_micros: u64) -> Zoned {
     let age = (clock::monotonic_ns() / 1000).saturating_sub(at_micros);
     let age = SignedDuration::from_micros(i64::try_from(age).unwrap_or_default());
-    let then = clock::now().timestamp().checked_sub(age);
-    then.unwrap_or(Timestamp::UNIX_EPOCH)
-        .to_zoned(TimeZone::system())
+    clock::now().saturating_sub(age)
 }
 
 impl Incident {
@@ -173,17 +171,19 @@ impl Incident {
         }
         let size = self.limit_bytes.map(text::bytes);
         match (self.limit, &self.limit_cgroup) {
-            ("cgroup", Some(path)) => writeln!(
+            (Limit::Cgroup, Some(path)) => writeln!(
                 out,
                 "the limit of {path} was hit: {}",
                 size.as_deref().unwrap_or("size unknown")
             )?,
-            ("cgroup", None) => writeln!(
+            (Limit::Cgroup, None) => writeln!(
                 out,
                 "the limit of a cgroup was hit, which the kernel's log does not name"
             )?,
-            ("machine", _) => writeln!(out, "the machine had no memory left")?,
-            _ => writeln!(out, "the kernel's log does not say which limit was hit")?,
+            (Limit::Machine, _) => writeln!(out, "the machine had no memory left")?,
+            (Limit::Unknown, _) => {
+                writeln!(out, "the kernel's log does not say which limit was hit")?
+            }
         }
         if let Some(constraint) = &self.constraint {
             writeln!(out, "constraint: {constraint}")?;
@@ -289,11 +289,8 @@ impl Writer {
 
     /// Has an incident written, unless too many wait.
     pub(crate) fn write(&self, incident: Incident) {
-        let sent = self
-            .sender
-            .as_ref()
-            .map(|sender| sender.try_send(Box::new(incident)));
-        if let Some(Err(TrySendError::Full(_) | TrySendError::Disconnected(_))) = sent {
+        let sender = self.sender.as_ref();
+        if sender.is_some_and(|sender| sender.try_send(Box::new(incident)).is_err()) {
             self.written.failed.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -321,7 +318,7 @@ pub(crate) fn of_victims(mut victims: Vec<LoggedKill>, limit: Limit, log: String
     Incident {
         time: wall_time(micros),
         kind: "oom",
-        limit: limit.name(),
+        limit,
         limit_cgroup: of_first(|kill| &kill.limit_cgroup),
         limit_bytes: None,
         cgroup: of_first(|kill| &kill.cgroup),

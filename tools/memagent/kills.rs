@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use memtools::process::labels::Workload;
+use serde::Serialize;
 
 /// Maximum number of cgroups whose kills are counted one by one.
 const MAX_COUNTED: usize = 300;
@@ -20,7 +21,8 @@ const LOG_DELAY: Duration = Duration::from_secs(2);
 const EVENT_DELAY: Duration = Duration::from_secs(60);
 
 /// Limit that was hit before a kill.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub(crate) enum Limit {
     Cgroup,
     Machine,
@@ -28,7 +30,7 @@ pub(crate) enum Limit {
 }
 
 impl Limit {
-    /// Name, as in metrics and incidents.
+    /// Name, as in metrics; incidents have the same.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Cgroup => "cgroup",
