@@ -59,7 +59,7 @@ fn next_of(pid: &str, expected: &str) -> Result<String> {
             .as_str()
             .context("no next command")?
             .to_owned();
-        Ok(next.starts_with(expected))
+        Ok(format!("{next} ").starts_with(&format!("{expected} ")))
     })?;
     Ok(next)
 }
@@ -78,23 +78,32 @@ fn follow(next: &str) -> Result<ToolOutput> {
     tool.wait()
 }
 
-/// Follows memtriage's next command for a process, whose output has to contain the cause.
+/// Follows memtriage's next command for a process. The command is to be this one, and its output has to contain the
+/// cause.
 fn expect_cause(pid: &str, command: &str, cause: &str) -> Result<()> {
-    let ended = follow(&next_of(pid, command)?)?;
+    let ended = follow(&next_of(pid, &format!("{command} -p {pid}"))?)?;
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(ended.stdout.contains(cause), "no {cause}: {ended:?}");
+    Ok(())
+}
+
+/// Runs a Python program that defines `work`, expects the cause as [`expect_cause`] does, and lets the program end.
+fn python_has_cause(work: &str, command: &str, cause: &str) -> Result<()> {
+    let mut program = python(work)?;
+    expect_cause(&program.pid(), command, cause)?;
+    program.work()?;
+    ensure!(program.finish()?.success(), "it did not live on");
     Ok(())
 }
 
 fn memory_that_a_program_maps_has_its_function() -> Result<()> {
     let mut program = Workload::start("grow", &["31", "1009"])?;
     program.go()?;
-    let command = format!("memleak -p {} ", program.pid());
-    expect_cause(&program.pid(), &command, "take_more+")
+    expect_cause(&program.pid(), "memleak", "take_more+")
 }
 
 fn a_cache_in_python_that_grows_has_its_function() -> Result<()> {
-    let mut program = python(
+    python_has_cause(
         "
 cache = {}
 def remember(request):
@@ -104,31 +113,25 @@ def work():
         for request in range(211):
             remember((n, request))
 ",
-    )?;
-    let command = format!("memleak -p {} ", program.pid());
-    expect_cause(&program.pid(), &command, "remember (")?;
-    program.work()?;
-    ensure!(program.finish()?.success(), "it did not live on");
-    Ok(())
+        "memleak",
+        "remember (",
+    )
 }
 
 fn a_cache_in_python_at_rest_has_its_name() -> Result<()> {
-    let mut program = python(
+    python_has_cause(
         "
 cache = {n: 'x' * (1000 + n % 7) for n in range(50021)}
 def work():
     sys.stdin.readline()
 ",
-    )?;
-    let command = format!("heapscan -p {}", program.pid());
-    expect_cause(&program.pid(), &command, "cache")?;
-    program.work()?;
-    ensure!(program.finish()?.success(), "it did not live on");
-    Ok(())
+        "heapscan",
+        "cache",
+    )
 }
 
 fn shared_memory_that_grows_has_its_function() -> Result<()> {
-    let mut program = python(
+    python_has_cause(
         "
 SIZE = 1009 << 20
 file = os.memfd_create('table')
@@ -140,12 +143,9 @@ def work():
     for n in rounds():
         publish(n)
 ",
-    )?;
-    let command = format!("faults --bytes -p {} ", program.pid());
-    expect_cause(&program.pid(), &command, "publish")?;
-    program.work()?;
-    ensure!(program.finish()?.success(), "it did not live on");
-    Ok(())
+        "faults --bytes",
+        "publish",
+    )
 }
 
 fn a_file_that_is_mapped_has_its_name() -> Result<()> {
@@ -153,20 +153,19 @@ fn a_file_that_is_mapped_has_its_name() -> Result<()> {
     let path = folder.path().join("memtools-atlas");
     let path = path.to_str().context("not UTF-8")?;
     std::fs::write(path, vec![1; 257 << 20])?;
-    let mut program = python(&format!(
-        "
+    python_has_cause(
+        &format!(
+            "
 file = open('{path}', 'rb')
 atlas = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 def work():
     for n in rounds():
         sum(atlas[n % 1000 << 18:(n % 1000) + 1 << 18:4096])
 "
-    ))?;
-    let command = format!("ffaults -p {} ", program.pid());
-    expect_cause(&program.pid(), &command, "memtools-atlas")?;
-    program.work()?;
-    ensure!(program.finish()?.success(), "it did not live on");
-    Ok(())
+        ),
+        "ffaults",
+        "memtools-atlas",
+    )
 }
 
 /// The cgroup of a program is too small for the file that the program reads.

@@ -256,18 +256,23 @@ fn it_reports_as_often_as_asked() -> Result<()> {
     Ok(())
 }
 
-/// A process takes memory between two looks, and keeps it.
-fn what_grows_is_shown() -> Result<()> {
-    const PAGES: u64 = 20_011;
-    let mut workload = Workload::start("minor", &[&PAGES.to_string()])?;
-    let mut tool = Tool::start("memtriage", &["-j", "--watch", "0.3"])?;
+/// Runs memtriage for four looks. The workload works after the second.
+fn looks_around_work(workload: &mut Workload, args: &[&str]) -> Result<ToolOutput> {
+    let mut tool = Tool::start("memtriage", &[&["-j"], args, &["0.3"]].concat())?;
     for round in 0..4 {
         tool.wait_for_output("\"type\":\"accounting\"")?;
         if round == 1 {
             workload.work()?;
         }
     }
-    let ended = tool.interrupt()?;
+    tool.interrupt()
+}
+
+/// A process takes memory between two looks, and keeps it.
+fn what_grows_is_shown() -> Result<()> {
+    const PAGES: u64 = 20_011;
+    let mut workload = Workload::start("minor", &[&PAGES.to_string()])?;
+    let ended = looks_around_work(&mut workload, &["--watch"])?;
     let objects = objects_of(&ended.stdout)?;
     let growing = of_type(&objects, "growing").into_iter();
     let pid: u32 = workload.pid().parse()?;
@@ -284,14 +289,7 @@ fn a_process_that_grows_is_judged() -> Result<()> {
     const PAGES: u64 = 20_011;
     let mut workload = Workload::start("minor", &[&PAGES.to_string()])?;
     let pid = workload.pid();
-    let mut tool = Tool::start("memtriage", &["-j", "-p", &pid, "0.3"])?;
-    for round in 0..4 {
-        tool.wait_for_output("\"type\":\"accounting\"")?;
-        if round == 1 {
-            workload.work()?;
-        }
-    }
-    let ended = tool.interrupt()?;
+    let ended = looks_around_work(&mut workload, &["-p", &pid])?;
     let objects = objects_of(&ended.stdout)?;
     let judged = findings(&objects, "tendency");
     let (first, growing) = judged.split_first().context("no finding")?;
