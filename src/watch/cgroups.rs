@@ -282,7 +282,7 @@ impl WatchedCgroup {
         self.now.held.saturating_add(since) as f64 / limit as f64
     }
 
-    /// Whether the numbers of the last full read are those of the last look.
+    /// Whether the look at this time was a full read.
     pub fn is_fresh(&self, at: Duration) -> bool {
         self.looked == Some(at)
     }

@@ -70,24 +70,26 @@ impl Agent {
         self.folder.path().join("memagent.toml")
     }
 
-    /// Returns the incidents that were written, oldest first.
-    fn incidents(&self) -> Result<Vec<PathBuf>> {
+    /// Returns the incidents that were written of a cgroup with this name, oldest first; of all, without a name. Tests
+    /// that run at the same time have programs killed, too.
+    fn incidents(&self, name: &str) -> Result<Vec<PathBuf>> {
         let entries = fs::read_dir(self.folder.path().join("spool"))?;
         let mut folders: Vec<PathBuf> = entries
             .map(|entry| Ok(entry?.path()))
             .collect::<Result<_>>()?;
+        folders.retain(|folder| folder.to_string_lossy().contains(name));
         folders.sort();
         Ok(folders)
     }
 
-    /// Waits for this number of incidents, and returns the last one.
-    fn incident(&self, number: usize) -> Result<(PathBuf, Value)> {
+    /// Waits for this number of incidents of a cgroup with this name, and returns the last one.
+    fn incident(&self, name: &str, number: usize) -> Result<(PathBuf, Value)> {
         eventually("the incident is written", || {
-            let incidents = self.incidents()?;
+            let incidents = self.incidents(name)?;
             let is_whole = |folder: &PathBuf| !folder.to_string_lossy().contains("/.tmp-");
             Ok(incidents.len() >= number && incidents.iter().all(is_whole))
         })?;
-        let folder = self.incidents()?.pop().context("none")?;
+        let folder = self.incidents(name)?.pop().context("none")?;
         let json = fs::read(folder.join("incident.json"))?;
         Ok((folder, serde_json::from_slice(&json)?))
     }
@@ -248,7 +250,7 @@ fn each_kill_leaves_an_incident() -> Result<()> {
         let before = jiff::Timestamp::now();
         let pid = killed_in(&group)?;
         let after = jiff::Timestamp::now();
-        let (folder, incident) = agent.incident(number)?;
+        let (folder, incident) = agent.incident("memtools-agent-incident", number)?;
         let time: jiff::Timestamp = incident["time"].as_str().context("no time")?.parse()?;
         // The log's clock lags behind by up to a second.
         let slack = jiff::SignedDuration::from_secs(1);
@@ -315,7 +317,7 @@ fn a_whole_cgroup_is_one_incident() -> Result<()> {
     let other = Workload::spawn(&mut group.command(&workload("hog"), &["1"]))?;
     let agent = Agent::start("")?;
     let pid = killed_in(&group)?;
-    let (_, incident) = agent.incident(1)?;
+    let (_, incident) = agent.incident("", 1)?;
     let victims = incident["victims"].as_array().context("no victims")?;
     let pids: Vec<u64> = victims
         .iter()
@@ -332,14 +334,18 @@ fn a_whole_cgroup_is_one_incident() -> Result<()> {
         .lines()
         .find_map(|line| line.strip_prefix("oom_kill "));
     let counted: f64 = counted.context("no kills")?.parse()?;
-    eventually("kills are those of the kernel", || {
+    eventually("each kill of the kernel is counted", || {
         Ok(agent.of(
             "memagent_oom_kills_total",
             "cgroup",
             "/memtools-agent-group",
         )? == [counted])
     })?;
-    ensure!(agent.incidents()?.len() == 1, "{:?}", agent.incidents()?);
+    ensure!(
+        agent.incidents("")?.len() == 1,
+        "{:?}",
+        agent.incidents("")?
+    );
     Ok(())
 }
 
@@ -350,7 +356,7 @@ fn the_machine_s_kill_is_known() -> Result<()> {
     let pid: u64 = hog.pid().parse()?;
     hog.go()?;
     hog.wait()?;
-    let (_, incident) = agent.incident(1)?;
+    let (_, incident) = agent.incident("", 1)?;
     ensure!(
         incident["limit"] == "machine" && incident["limit_cgroup"].is_null(),
         "{incident}"
