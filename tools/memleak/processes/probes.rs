@@ -59,8 +59,8 @@ pub(crate) struct Hits {
 /// Attached BPF object, its links (the probes end with these), and the unwinder of its stacks.
 pub(super) type Started = (Attached, Vec<Link>, Unwinder);
 
-/// Whether double frees are noticed. That takes the table, and a record of every block: not only those of threads with
-/// a name.
+/// Whether double frees are noticed. That takes the table, and a record of every block: with -n, blocks that threads of
+/// other names allocate are not recorded.
 pub(crate) fn notices_double_frees(skel: &Loaded, plan: &ProcessPlan) -> bool {
     skel.maps.table.max_entries() > 1
         && plan.recording.is_complete()
