@@ -9,7 +9,7 @@
  * other tasks on that CPU meanwhile: these kernels get kprobes of the system call's function
  * (src/bpf/attach.rs).
  */
-#include "arch_registers.bpf.h"
+#include "arch_system_call.bpf.h"
 #include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "filter.bpf.h"
@@ -143,13 +143,9 @@ int thread_exit(void *ctx)
 	return 0;
 }
 
-#define TS_COMPAT 0x2 /* the system call is a 32-bit one, which has another number */
-
 static __always_inline bool is_brk(__u64 number)
 {
-	struct task_struct *task = (void *)bpf_get_current_task();
-
-	return number == brk_number && !(BPF_CORE_READ(task, thread_info.status) & TS_COMPAT);
+	return number == brk_number && !in_compat_call();
 }
 
 SEC("?raw_tp/sys_enter")
@@ -165,5 +161,5 @@ int any_exit(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct pt_regs *regs = (void *)ctx->args[0];
 
-	return is_brk(BPF_CORE_READ(regs, orig_ax)) ? ends(ctx, ctx->args[1]) : 0;
+	return is_brk(system_call_number(regs)) ? ends(ctx, ctx->args[1]) : 0;
 }

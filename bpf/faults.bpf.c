@@ -19,7 +19,7 @@ SEC("perf_event")
 int page_fault(struct bpf_perf_event_data *ctx)
 {
 	/* The mode follows from the address of the code: the kernel's are in the upper half. */
-	bool user_mode = (long)ctx->regs.ip >= 0;
+	bool user_mode = (long)PT_REGS_IP(&ctx->regs) >= 0;
 	struct task_ids ids;
 
 	if (user_mode ? kernel_mode_only : user_mode_only)

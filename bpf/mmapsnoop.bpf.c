@@ -17,15 +17,13 @@
 #include "event.bpf.h"
 #include "file.bpf.h"
 #include "filter.bpf.h"
-#include "arch_registers.bpf.h"
+#include "arch_system_call.bpf.h"
 #include "task_stack.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 #define MAP_ANONYMOUS 0x20
 #define MAX_ERRNO     4095
-#define TS_COMPAT     0x2 /* the thread is in a system call of the 32-bit table */
-#define PAGE_SHIFT_32 12  /* of mmap2's offset, for pages of any size */
 
 enum call_kind {
 	CALL_MMAP,
@@ -201,40 +199,6 @@ RETURNS(mmap, CALL_MMAP)
 RETURNS(munmap, CALL_MUNMAP)
 RETURNS(mremap, CALL_MREMAP)
 
-/* Numbers of i386's system calls. */
-enum compat_number {
-	COMPAT_MMAP = 90, /* its arguments are in memory */
-	COMPAT_MUNMAP = 91,
-	COMPAT_MREMAP = 163,
-	COMPAT_MMAP2 = 192, /* the offset is in pages */
-};
-
-static __always_inline bool in_compat_call(void)
-{
-	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
-
-	return BPF_CORE_READ(task, thread_info.status) & TS_COMPAT;
-}
-
-static __always_inline void compat_arguments(struct call *call, struct pt_regs *regs, __u64 number)
-{
-	__u32 in_memory[6] = {};
-
-	if (number == COMPAT_MMAP) {
-		bpf_probe_read_user(in_memory, sizeof(in_memory),
-				    (void *)(__u64)(__u32)BPF_CORE_READ(regs, bx));
-		for (int i = 0; i < 6; i++)
-			call->args[i] = in_memory[i];
-		return;
-	}
-	call->args[0] = (__u32)BPF_CORE_READ(regs, bx);
-	call->args[1] = (__u32)BPF_CORE_READ(regs, cx);
-	call->args[2] = (__u32)BPF_CORE_READ(regs, dx);
-	call->args[3] = (__u32)BPF_CORE_READ(regs, si);
-	call->args[4] = (__u32)BPF_CORE_READ(regs, di);
-	call->args[5] = (__u64)(__u32)BPF_CORE_READ(regs, bp) << PAGE_SHIFT_32;
-}
-
 SEC("raw_tp/sys_exit")
 int compat_exit(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -244,7 +208,7 @@ int compat_exit(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!in_compat_call())
 		return 0;
-	number = BPF_CORE_READ(regs, orig_ax);
+	number = system_call_number(regs);
 	if (number == COMPAT_MUNMAP && with_munmap)
 		call.kind = CALL_MUNMAP;
 	else if (number == COMPAT_MREMAP && with_munmap)
@@ -253,6 +217,6 @@ int compat_exit(struct bpf_raw_tracepoint_args *ctx)
 		return 0;
 	if (!wanted(&call))
 		return 0;
-	compat_arguments(&call, regs, number);
+	read_compat_arguments(call.args, regs, number);
 	return returned(&call);
 }

@@ -7,7 +7,7 @@
  * preempted in a program on these tracepoints, and the program is skipped for all other tasks on
  * that CPU meanwhile: these kernels get kprobes of the system calls' functions (src/bpf/attach.rs).
  */
-#include "arch_registers.bpf.h"
+#include "arch_system_call.bpf.h"
 #include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "filter.bpf.h"

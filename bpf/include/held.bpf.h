@@ -8,12 +8,12 @@
 #ifndef MEMTOOLS_HELD_BPF_H
 #define MEMTOOLS_HELD_BPF_H
 
+#include "arch_system_call.bpf.h"
 #include "filter.bpf.h"
 #include "unwind.bpf.h"
 
 #define HELD_AT_A_TIME	  256
 #define SIGSTOP		  19
-#define SYS_MMAP	  9
 #define PROT_EXEC	  4
 #define MAP_ANONYMOUS	  0x20
 #define SIGNAL_UNKILLABLE 0x40
@@ -156,10 +156,11 @@ static __noinline int held_mmap(struct bpf_raw_tracepoint_args *ctx)
 	struct file **files, *file = NULL;
 	__u32 number;
 
-	if (BPF_CORE_READ(regs, orig_ax) != SYS_MMAP || !(BPF_CORE_READ(regs, dx) & PROT_EXEC) ||
-	    BPF_CORE_READ(regs, r10) & MAP_ANONYMOUS || (__s64)ctx->args[1] < 0)
+	if (system_call_number(regs) != SYSTEM_CALL_MMAP ||
+	    !(PT_REGS_PARM3_CORE_SYSCALL(regs) & PROT_EXEC) ||
+	    PT_REGS_PARM4_CORE_SYSCALL(regs) & MAP_ANONYMOUS || (__s64)ctx->args[1] < 0)
 		return 0;
-	number = BPF_CORE_READ(regs, r8);
+	number = PT_REGS_PARM5_CORE_SYSCALL(regs);
 	if (number >= BPF_CORE_READ(task, files, fdt, max_fds))
 		return 0;
 	files = BPF_CORE_READ(task, files, fdt, fd);

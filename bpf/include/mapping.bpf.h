@@ -15,6 +15,7 @@
 #ifndef MEMTOOLS_MAPPING_BPF_H
 #define MEMTOOLS_MAPPING_BPF_H
 
+#include "arch_memory.bpf.h"
 #include "mapping_tree.bpf.h"
 
 /*
@@ -57,7 +58,6 @@ struct {
  */
 #define MAPPING_MAPLE_LEVELS 8
 #define MAPPING_EXECUTABLE   4 /* VM_EXEC */
-#define MAPPING_PAGE_SHIFT   12
 
 /*
  * inode of 6.7 (commit 12cd44023651) to 6.10. Since 6.11 the time is in two fields (3aa63a569c64).
@@ -185,10 +185,10 @@ __noinline int mapping_describe(__u32 index, __u64 found, __u64 address)
 	__builtin_memset(&mapping->file, 0, sizeof(mapping->file));
 	inode = BPF_CORE_READ(vma, vm_file, f_inode);
 	if (inode) {
-		mapping->base -= BPF_CORE_READ(vma, vm_pgoff) << MAPPING_PAGE_SHIFT;
+		mapping->base -= BPF_CORE_READ(vma, vm_pgoff) << PAGE_SHIFT;
 		mapping_describe_file(&mapping->file, inode);
 	} else if (mapping->start == (__u64)BPF_CORE_READ(mm, context.vdso)) {
-		mapping->file.inode = (__u64)BPF_CORE_READ(mm, context.vdso_image);
+		mapping->file.inode = vdso_of(mm);
 	}
 	return 1;
 }

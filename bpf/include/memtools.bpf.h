@@ -6,6 +6,11 @@
 #ifndef MEMTOOLS_BPF_H
 #define MEMTOOLS_BPF_H
 
+#if !__has_include("arch_registers.bpf.h") || !__has_include("vmlinux.h")
+#error                                                                                             \
+    "bpf/include or bpf/vmlinux lacks this architecture's folder: CONTRIBUTING.md, Add an architecture"
+#endif
+
 #include "vmlinux.h"
 #include <bpf/bpf_helpers.h>
 #include <bpf/bpf_core_read.h>

@@ -15,7 +15,7 @@
 #define MEMTOOLS_PYTHON_BPF_H
 
 #include "python_word.bpf.h"
-#include "arch_registers.bpf.h"
+#include "arch_thread.bpf.h"
 
 /*
  * Reads the frame at `address` into the window, with the part of its page that precedes it: frames
@@ -187,7 +187,7 @@ static __noinline int python_find_state(struct python_process *process)
 	key = python_pointer(process->key_at);
 	if ((__u32)key != 1 || key >> 32 >= PYTHON_KEYS)
 		return 0;
-	process->state_at = PYTHON_FIRST_KEY + 16 * (key >> 32);
+	process->state_at = PTHREAD_FIRST_KEY + 16 * (key >> 32);
 	return 1;
 }
 

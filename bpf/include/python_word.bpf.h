@@ -34,9 +34,7 @@ const volatile __u8 python_lines;
 	(sizeof(struct python_code) + 2 * PYTHON_TEXT_BYTES + PYTHON_LINES_BYTES)
 /* Limit of the distance of an entry frame, which is on the C stack, from the stack pointer. */
 #define PYTHON_MAX_ENTRY_DISTANCE (16 << 20)
-/* Offset of a thread's values by key in glibc's `struct pthread`: specific_1stblock[].data. */
-#define PYTHON_FIRST_KEY 0x318
-#define PYTHON_KEYS	 32
+#define PYTHON_KEYS		  32 /* that glibc keeps in the thread's control block */
 
 /*
  * How the frames of a chain mark the calls of the interpreter's loop. An entry frame executes

@@ -64,7 +64,10 @@ static __always_inline int stack_without_rule(struct stack_slot *slot, __u64 row
 	return stack_end(slot, STACK_END_NO_RULE);
 }
 
-/* Goes to the caller by what "push %rbp; mov %rsp,%rbp" leaves in memory at %rbp. */
+/*
+ * Goes to the caller by the frame record at the frame pointer: the caller's frame pointer, and the
+ * return address above it.
+ */
 static __noinline int stack_by_frame_pointer(struct stack_slot *slot, __u64 row)
 {
 	struct stack_walk *walk = &slot->walk;
@@ -135,7 +138,7 @@ static __always_inline __u64 stack_cfa(struct stack_slot *slot, __u64 row)
 	if (kind == UNWIND_BY_SP)
 		return base + offset * 8;
 	if (kind == UNWIND_PLT)
-		return base + 8 + ((long)(walk->pc & (PLT_ENTRY_BYTES - 1)) >= offset ? 8 : 0);
+		return stack_plt_cfa(base, walk->pc, offset);
 	if (kind == UNWIND_BY_FP || kind == UNWIND_THROUGH_FP || kind == UNWIND_INTERPRETED) {
 		base = walk->fp;
 		if (base & 7)

@@ -17,8 +17,8 @@
  * A stack is put together in a slot: memory that belongs to its holder, however long the holder is
  * preempted, and whatever interrupts it. Per-CPU memory would be shared with both, as programs of
  * uprobes can be preempted and migrated. Since 6.13 the BPF stack is shared, too, of any
- * (sub)program that uses more than 48 bytes of it (x86's private stacks: 64 bytes and more, after
- * the kernel has rounded up to 16). No (sub)program here does; tests/e2e/load.rs checks it.
+ * (sub)program that uses more than 48 bytes of it (private stacks: 64 bytes and more, after the
+ * kernel has rounded up to 16). No (sub)program here does; tests/e2e/load.rs checks it.
  */
 #ifndef MEMTOOLS_STACK_TABLE_BPF_H
 #define MEMTOOLS_STACK_TABLE_BPF_H

@@ -10,7 +10,7 @@
 
 /*
  * Rule for a step from a frame to its caller's. The CFA (canonical frame address) is the caller's
- * stack pointer before the call; the return address is at CFA - 8.
+ * stack pointer before the call; arch_stack.bpf.h says where the return address is.
  *
  *	bits 63:32  the byte of the file from which the rule is valid; in a row that was
  *	            looked up, the number of the file
@@ -23,7 +23,7 @@ enum unwind_kind {
 	UNWIND_NO_RULE,	     /* code without unwind information: generated, or assembler's */
 	UNWIND_BY_SP,	     /* CFA = sp + offset */
 	UNWIND_BY_FP,	     /* CFA = fp + offset */
-	UNWIND_PLT,	     /* CFA = sp + 8; sp + 16 from byte `offset` of the PLT entry on */
+	UNWIND_PLT,	     /* CFA = stack_plt_cfa() with `offset` */
 	UNWIND_SIGNAL,	     /* the kernel's frame of a signal is at sp */
 	UNWIND_ROOT,	     /* there is no caller */
 	UNWIND_THROUGH_FP,   /* CFA = the word at fp + bits 31:24, + bits 23:16 */

@@ -2,7 +2,7 @@
 /*
  * Slots of the pools of CPython's allocator, pymalloc. Compilers copy it into the functions that
  * allocate objects, so each copy is probed where it changes the pool's count of used slots.
- * src/code/x86_64/pymalloc.rs finds these places, and has the layout of a pool's header.
+ * pymalloc.rs in src/code finds these places, and has the layout of a pool's header.
  */
 #ifndef MEMTOOLS_MEMLEAK_SLOTS_BPF_H
 #define MEMTOOLS_MEMLEAK_SLOTS_BPF_H

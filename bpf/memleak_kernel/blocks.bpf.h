@@ -5,6 +5,7 @@
 #ifndef MEMTOOLS_MEMLEAK_KERNEL_BLOCKS_BPF_H
 #define MEMTOOLS_MEMLEAK_KERNEL_BLOCKS_BPF_H
 
+#include "arch_memory.bpf.h"
 #include "filter.bpf.h"
 #include "kernel_stack.bpf.h"
 
@@ -55,8 +56,6 @@ struct total {
 	__u64 count;
 };
 EXPORT_TYPE(struct total);
-
-#define PAGE_ORDERS 12 /* one more than any x86-64 kernel has */
 
 enum cache_name {
 	CACHE_NAME_BYTES = 32, /* with its NUL */

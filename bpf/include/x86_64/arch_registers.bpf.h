@@ -17,9 +17,6 @@
 
 #include "current_task.bpf.h"
 
-/* Prefix of the kernel's functions of system calls. */
-#define SYSTEM_CALL "__x64_sys_"
-
 #define THREAD_BYTES	    (16 << 10)
 #define CODE_SEGMENT_RING   3
 #define CODE_SEGMENT_32_BIT 0x23
@@ -96,31 +93,6 @@ static inline __noinline __u64 user_register_at(__u64 pc, __u64 sp, __u64 number
 	return number == DWARF_R11 ? BPF_CORE_READ(regs, r11) : 0;
 }
 
-/* Reads the arguments of the system call that the task is in. */
-static inline __noinline int read_system_call_arguments(__u64 args[6])
-{
-	struct pt_regs *regs;
-
-	if (has_register_helpers()) {
-		regs = registers_by_helpers();
-		args[0] = regs->di;
-		args[1] = regs->si;
-		args[2] = regs->dx;
-		args[3] = regs->r10;
-		args[4] = regs->r8;
-		args[5] = regs->r9;
-	} else {
-		regs = registers_on_stack();
-		args[0] = BPF_CORE_READ(regs, di);
-		args[1] = BPF_CORE_READ(regs, si);
-		args[2] = BPF_CORE_READ(regs, dx);
-		args[3] = BPF_CORE_READ(regs, r10);
-		args[4] = BPF_CORE_READ(regs, r8);
-		args[5] = BPF_CORE_READ(regs, r9);
-	}
-	return 0;
-}
-
 /*
  * Whether the registers are those of a 64-bit program. A kernel worker of a process (io_uring) has
  * never been in user mode.
@@ -129,17 +101,6 @@ static __always_inline bool user_registers_are_64_bit(const struct user_register
 {
 	return registers->pc && (registers->cs & 3) == CODE_SEGMENT_RING &&
 	       registers->cs != CODE_SEGMENT_32_BIT;
-}
-
-/*
- * Returns the base of the current thread's own memory (TLS): a register that user mode seldom
- * changes.
- */
-static __always_inline __u64 thread_pointer(void)
-{
-	if (has_current_task_btf())
-		return bpf_get_current_task_btf()->thread.fsbase;
-	return BPF_CORE_READ((struct task_struct *)bpf_get_current_task(), thread.fsbase);
 }
 
 #endif /* MEMTOOLS_ARCH_REGISTERS_BPF_H */

@@ -11,10 +11,7 @@
 /* The return address is in the word below the CFA. */
 #define RETURN_ADDRESS_BELOW_CFA 8
 
-/*
- * Size of an entry of the PLT, in bytes. From one of its bytes on, the entry has pushed a word
- * more.
- */
+/* Size of an entry of the PLT, in bytes. */
 #define PLT_ENTRY_BYTES 16
 
 /*
@@ -35,6 +32,15 @@ static __always_inline __u64 stack_return_address(struct pt_regs *ctx)
 
 	bpf_probe_read_user(&return_address, sizeof(return_address), (void *)sp);
 	return return_address;
+}
+
+/*
+ * Returns the CFA at an instruction of a PLT entry. From the entry's byte `pushed` on, the entry
+ * has pushed a word more.
+ */
+static __always_inline __u64 stack_plt_cfa(__u64 sp, __u64 pc, long pushed)
+{
+	return sp + 8 + ((long)(pc & (PLT_ENTRY_BYTES - 1)) >= pushed ? 8 : 0);
 }
 
 /* Returns the stack pointer after a function has returned; at its entry it was `sp`. */
