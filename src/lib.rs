@@ -40,6 +40,11 @@
 //!
 //! How to add a tool is in CONTRIBUTING.md.
 
+#[cfg(not(target_arch = "x86_64"))]
+compile_error!(
+    "this architecture is not supported: CONTRIBUTING.md, \"Add an architecture\", lists the files that it lacks"
+);
+
 pub mod bpf;
 pub mod code;
 pub mod export;

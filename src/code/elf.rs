@@ -326,6 +326,7 @@ pub fn interpreter(file: &File) -> Result<Option<Vec<u8>>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::code::registers::C_LIBRARY;
     use crate::print::text;
 
     fn own_program() -> File {
@@ -399,9 +400,10 @@ mod tests {
 
     #[test]
     fn a_build_id_is_what_readelf_says() {
-        let library = "/usr/lib/x86_64-linux-gnu/libc.so.6";
+        let library = C_LIBRARY;
         let read = std::process::Command::new("readelf")
-            .args(["-n", library])
+            .arg("-n")
+            .arg(library)
             .output();
         let read = String::from_utf8(read.expect("binutils").stdout).expect("text");
         let said = read

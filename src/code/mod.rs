@@ -16,8 +16,7 @@
 //! | [`symbols`] | the function that an offset in a file is in |
 //! | [`wrappers`] | functions that only pass a call on to another one |
 
-#[cfg(target_arch = "x86_64")]
-#[path = "x86_64/mod.rs"]
+#[cfg_attr(target_arch = "x86_64", path = "x86_64/mod.rs")]
 mod arch;
 pub mod eh_frame;
 pub mod elf;

@@ -398,6 +398,7 @@ mod tests {
 
     use super::*;
     use crate::code::elf_file::Source;
+    use crate::code::registers::C_LIBRARY;
 
     /// A file that counts how often it is read.
     struct Counted {
@@ -419,7 +420,7 @@ mod tests {
     #[test]
     fn names_are_read_many_at_a_time() {
         let counted = Counted {
-            file: File::open("/usr/lib/x86_64-linux-gnu/libc.so.6").expect("Debian's libc"),
+            file: File::open(C_LIBRARY).expect("Debian's libc"),
             reads: Cell::new(0),
         };
         let elf = Elf::read(&counted).expect("an ELF file");

@@ -24,7 +24,7 @@ use crate::process::address_space::MappedCode;
 use crate::process::container::CgroupInfo;
 use crate::stacks::named::{Frame, NamedStack, Part};
 
-/// Start of the kernel's half of the address space on x86-64 and arm64.
+/// Start of the kernel's half of the address space.
 const KERNEL_START: u64 = 1 << 63;
 
 /// Writes the profile with all its values.

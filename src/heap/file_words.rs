@@ -17,6 +17,7 @@ use std::path::Path;
 
 use memmap2::MmapOptions;
 
+use crate::heap::arch::ADDRESS_BITS;
 use crate::heap::area::Area;
 use crate::heap::blocks;
 use crate::heap::image::Image;
@@ -25,7 +26,7 @@ use crate::heap::page_runs::{self, PageRuns};
 use crate::process::mapped_file;
 
 /// Bits of an address. Further bits may be a tag.
-pub(super) const ADDRESS: u64 = (1 << 47) - 1;
+pub(super) const ADDRESS: u64 = (1 << ADDRESS_BITS) - 1;
 /// Bytes of page cache that are read for an image. Anything beyond is not examined.
 const MAX_BYTES: u64 = 16 << 30;
 /// Largest number of words that are kept.

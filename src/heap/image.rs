@@ -9,6 +9,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use memmap2::MmapMut;
 
+use crate::heap::arch;
+pub use crate::heap::arch::GENERAL_REGISTERS;
 use crate::heap::area::Area;
 use crate::heap::file_words::FileWords;
 use crate::heap::idle::IdlePages;
@@ -53,20 +55,13 @@ pub struct Thread {
     pub instruction: u64,
     /// The stack pointer.
     pub stack_pointer: u64,
-    /// Thread pointer (fs_base): the address of the thread's control block.
+    /// The thread pointer, which leads to the thread's control block.
     pub thread_pointer: u64,
     /// The general registers, in the order of [`GENERAL_REGISTERS`].
     pub general: Vec<u64>,
-    /// Words of the vector state, in the layout of NT_X86_XSTATE; empty if the kernel has none.
+    /// Words of the vector state, in the layout of the kernel's register set; empty if the kernel has none.
     pub vector: Vec<u64>,
 }
-
-/// Names of the general registers, in the order of the kernel's `user_regs_struct`.
-pub const GENERAL_REGISTERS: [&str; 27] = [
-    "r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi",
-    "rdi", "orig_rax", "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs",
-    "gs",
-];
 
 /// Copied pages, one after the other.
 #[derive(Debug, Default)]
@@ -211,20 +206,15 @@ impl Image {
 }
 
 impl Thread {
-    /// Index of the thread pointer in the general registers.
-    const FS_BASE: usize = 21;
-    const RIP: usize = 16;
-    const RSP: usize = 19;
-
     /// Makes a thread of its registers.
     pub fn new(tid: u32, comm: Vec<u8>, general: Vec<u64>, vector: Vec<u64>) -> Self {
         let register = |at: usize| general.get(at).copied().unwrap_or_default();
         Self {
             tid,
             comm,
-            instruction: register(Self::RIP),
-            stack_pointer: register(Self::RSP),
-            thread_pointer: register(Self::FS_BASE),
+            instruction: register(arch::INSTRUCTION),
+            stack_pointer: register(arch::STACK_POINTER),
+            thread_pointer: register(arch::THREAD_POINTER),
             general,
             vector,
         }

@@ -7,6 +7,7 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | `arch` | registers of a stopped thread and the layout of memory, for one architecture |
 //! | [`image`] | the image of a process at one moment |
 //! | [`capture`] | taking the image of a live process |
 //! | [`area`] | a mapping, with its permissions |
@@ -29,6 +30,8 @@
 //! | [`runtimes`] | runtimes with heaps of their own: V8, the JVM, Go
 //! | [`growth`] | the blocks that grow in number over several images |
 
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+mod arch;
 pub mod area;
 pub mod blocks;
 pub mod capture;

@@ -3,17 +3,17 @@
 //! An image has a table to find where a page was copied to. A heap has a table to find the block that contains an
 //! address. Both tables are asked once for each word that could be a pointer.
 
+use crate::heap::arch::ADDRESS_BITS;
+
 /// Size of a page, in bytes. A huge page counts as many of these.
 pub const PAGE: u64 = 4096;
 /// Bits of an address within its page.
 const PAGE_BITS: u32 = 12;
-/// Bits of an address in the half of the address space that user programs have.
-const USER_BITS: u32 = 47;
 /// Bits of an address that select a page of a leaf, which covers 2 MiB.
 const LEAF_BITS: u32 = 9;
 /// Bits of an address that select a leaf of a branch, which covers 8 GiB.
 const BRANCH_BITS: u32 = 12;
-const ROOT_BITS: u32 = USER_BITS - PAGE_BITS - LEAF_BITS - BRANCH_BITS;
+const ROOT_BITS: u32 = ADDRESS_BITS - PAGE_BITS - LEAF_BITS - BRANCH_BITS;
 
 /// Numbers by page. The table takes 4 bytes for each page in it, and 18 KiB at most for a page far from all others,
 /// so that a process that maps one page in each gigabyte cannot exhaust our memory.
@@ -27,7 +27,7 @@ pub struct PageIndex {
 
 /// Splits an address into the indexes for root, branch and leaf. Returns None beyond what user programs can map.
 fn split(address: u64) -> Option<(usize, usize, usize)> {
-    if address >> USER_BITS != 0 {
+    if address >> ADDRESS_BITS != 0 {
         return None;
     }
     let part = |shift: u32, bits: u32| (address >> shift) as usize & ((1 << bits) - 1);
@@ -81,7 +81,7 @@ mod tests {
     fn pages_have_the_numbers_that_they_were_given_first() {
         let mut table = PageIndex::default();
         assert_eq!(table.get(0), None);
-        let highest = (1 << USER_BITS) - PAGE;
+        let highest = (1 << ADDRESS_BITS) - PAGE;
         for (number, address) in [0, 0x7fff_f000, 0x8000_0000, 0x5555_5555_5000, highest]
             .into_iter()
             .enumerate()
@@ -95,9 +95,9 @@ mod tests {
         assert_eq!(table.get(0x8000_0000), Some(2));
         assert_eq!(table.get(0x5555_5555_5fff), Some(3));
         assert_eq!(table.get(highest), Some(4));
-        table.insert(1 << USER_BITS, 7);
+        table.insert(1 << ADDRESS_BITS, 7);
         assert_eq!(
-            (table.get(1 << USER_BITS), table.get(u64::MAX)),
+            (table.get(1 << ADDRESS_BITS), table.get(u64::MAX)),
             (None, None)
         );
     }

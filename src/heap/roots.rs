@@ -7,12 +7,11 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use crate::heap::arch::RED_ZONE;
 use crate::heap::blocks::{self, Heap};
 use crate::heap::image::{Image, Thread};
 use crate::heap::page_index::PAGE;
 
-/// Bytes below the stack pointer that a function may use (the System V ABI's red zone).
-const RED_ZONE: u64 = 128;
 /// Largest distance from the end of a thread's stack down to its control block, in glibc.
 const CONTROL_BLOCK_WITHIN: u64 = 16 << 10;
 /// Bytes of the control block that stay in use after its thread has ended. The pointer to the table of thread-local

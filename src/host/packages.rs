@@ -65,7 +65,7 @@ mod tests {
         let list = |name: &str, files: &str| {
             fs::write(lists.path().join(name), files).expect("room");
         };
-        list("libc6:amd64.list", "/.\n/lib\n/lib/x/libc.so.6\n");
+        list("libc6:riscv64.list", "/.\n/lib\n/lib/x/libc.so.6\n");
         list("redis.list", "/usr/bin/redis-server\n");
         list("redis.md5sums", "/usr/bin/other\n");
         let paths = [

@@ -127,7 +127,7 @@ fn memory_files(pid: u32) -> Vec<PathBuf> {
         .collect()
 }
 
-#[cfg(all(test, target_arch = "x86_64"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -21,6 +21,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, pipe2, read, write};
 
 use crate::code::elf;
+use crate::code::registers;
 use crate::print::text;
 use crate::process::inherited;
 use crate::process::proc::Process;
@@ -113,9 +114,10 @@ pub fn code_files(program: &Path) -> Result<Vec<PathBuf>> {
         File::open(&program).with_context(|| format!("failed to open {}", program.display()))?;
     if !elf::is_native(&file)? {
         bail!(
-            "{} is not an x86-64 program: only 64-bit programs of this machine's architecture can \
-             be traced",
-            program.display()
+            "{} is not an {} program: only 64-bit programs of this machine's architecture can be \
+             traced",
+            program.display(),
+            registers::NAME
         );
     }
     let mut files = vec![program.clone()];
@@ -192,7 +194,7 @@ fn libraries(linker: &Path, program: &Path) -> Result<Vec<PathBuf>> {
             String::from_utf8_lossy(&listing.stderr).trim()
         );
     }
-    // "\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f...)"
+    // "\tlibc.so.6 => /lib/libc.so.6 (0x00007f...)"
     Ok(listing
         .stdout
         .split(|&byte| byte == b'\n')

@@ -14,6 +14,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::code::elf;
+use crate::code::registers;
 use crate::host::capabilities::{self, Capability};
 use crate::host::page_size;
 use crate::parse;
@@ -243,9 +244,10 @@ impl Process {
         };
         if !elf::is_native(&exe)? {
             bail!(
-                "process {pid} ({}) is not an x86-64 program: only 64-bit programs of this \
-                 machine's architecture can be traced",
-                self.comm()
+                "process {pid} ({}) is not an {} program: only 64-bit programs of this machine's \
+                 architecture can be traced",
+                self.comm(),
+                registers::NAME
             );
         }
         Ok(())

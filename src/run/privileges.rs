@@ -1,5 +1,8 @@
 //! The tool's own privileges.
 
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+mod arch;
+
 use std::env;
 use std::path::Path;
 
@@ -13,6 +16,8 @@ use crate::host::capabilities::{self, Capability};
 use crate::host::mounts::Mounts;
 use crate::print::file_name;
 use crate::run::target::TargetArgs;
+
+use arch::OPENING_CALLS;
 
 /// Capabilities that tracing takes, from loading the programs to the last report.
 const KEPT: [Capability; 12] = [
@@ -75,17 +80,13 @@ const NOT_FOR_REPORTS: [i64; 18] = [
     libc::SYS_userfaultfd,
 ];
 
-/// System calls that a thread which serves clients does not need, beside [`NOT_FOR_REPORTS`].
+/// System calls that a thread which serves clients does not need, beside [`NOT_FOR_REPORTS`] and [`OPENING_CALLS`].
 const NOT_FOR_CLIENTS: &[i64] = &[
     // Programs in the kernel.
     libc::SYS_bpf,
     libc::SYS_perf_event_open,
     libc::SYS_io_uring_setup,
     // Files and other processes.
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_open,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_creat,
     libc::SYS_openat,
     libc::SYS_openat2,
     libc::SYS_unlinkat,
@@ -175,7 +176,7 @@ pub fn keep_serving() -> Result<()> {
     // Without this, an unprivileged thread may install no filter.
     set_no_new_privs().context("failed to disable new privileges (PR_SET_NO_NEW_PRIVS)")?;
     keep(&CapsHashSet::new())?;
-    forbid_calls(&[&NOT_FOR_REPORTS[..], NOT_FOR_CLIENTS].concat())
+    forbid_calls(&[&NOT_FOR_REPORTS[..], NOT_FOR_CLIENTS, OPENING_CALLS].concat())
 }
 
 /// Gives up all capabilities but these.

@@ -1,5 +1,8 @@
 //! Protections and flags of mmap(2) and mremap(2).
 
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+mod arch;
+
 use std::fmt;
 
 use memtools::print::flags;
@@ -24,11 +27,6 @@ const DROPPABLE: u64 = 0x8;
 const FIXED: u64 = 0x10;
 const ANONYMOUS: u64 = 0x20;
 const HUGETLB: u64 = 0x4_0000;
-
-#[cfg(target_arch = "x86_64")]
-const ARCHITECTURE: [(u64, &str); 2] = [(0x40, "32BIT"), (0x80, "ABOVE4G")];
-#[cfg(not(target_arch = "x86_64"))]
-const ARCHITECTURE: [(u64, &str); 0] = [];
 
 const MAP: [(u64, &str); 12] = [
     (FIXED, "FIXED"),
@@ -131,7 +129,7 @@ fn map_names(flags: u64) -> Vec<String> {
             None => "HUGETLB".into(),
         });
     }
-    let table: Vec<(u64, &str)> = MAP.into_iter().chain(ARCHITECTURE).collect();
+    let table: Vec<(u64, &str)> = MAP.into_iter().chain(arch::MAP).collect();
     let kind = kind.map(str::to_owned).into_iter();
     kind.chain(huge).chain(by_name(rest, &table)).collect()
 }

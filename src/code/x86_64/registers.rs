@@ -1,7 +1,15 @@
-//! The machine's number in ELF files, and its registers by the numbers that unwind information has for them.
+//! The machine's name and its number in ELF files, its registers by the numbers that unwind information has for them,
+//! and the rule that linkers make for its PLT.
 
 use gimli::{Register, X86_64};
 use object::elf;
+
+/// The machine's name, for messages.
+pub(crate) const NAME: &str = "x86-64";
+
+/// Path of Debian's C library for this machine.
+#[cfg(test)]
+pub(crate) const C_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";
 
 /// The number of x86-64 in the header of an ELF file.
 pub(crate) const MACHINE: u16 = elf::EM_X86_64.0;
@@ -21,3 +29,24 @@ pub(crate) const RETURN_ADDRESS: Register = X86_64::RA;
 
 /// Place of the return address, in bytes from the canonical frame address. A call has pushed it.
 pub(crate) const RETURN_ADDRESS_AT: i64 = -8;
+
+/// Decodes the expression for the CFA of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8. Returns `byte`: the offset, in an
+/// entry, behind the push.
+pub(crate) fn plt_push(expression: &[u8]) -> Option<u8> {
+    match *expression {
+        [
+            0x77,
+            8,
+            0x80,
+            0,
+            0x3f,
+            0x1a,
+            literal @ 0x30..=0x3f,
+            0x2a,
+            0x33,
+            0x24,
+            0x22,
+        ] => Some(literal - 0x30),
+        _ => None,
+    }
+}

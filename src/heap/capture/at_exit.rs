@@ -21,7 +21,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::stop::{self, Stopped};
-use crate::heap::image::{GENERAL_REGISTERS, Image};
+use crate::heap::arch::SYSTEM_CALL;
+use crate::heap::image::Image;
 use crate::process::proc::Process;
 
 /// Time between two checks of whether the other threads are held, too.
@@ -246,12 +247,7 @@ fn exit_reason(pid: u32, tid: u32) -> ExitReason {
         return ExitReason::Killed;
     }
     let general = stop::register_set(tid, libc::NT_PRSTATUS);
-    let at = GENERAL_REGISTERS
-        .iter()
-        .position(|&name| name == "orig_rax");
-    let call = general
-        .zip(at)
-        .and_then(|(words, at)| words.get(at).copied());
+    let call = general.and_then(|words| words.get(SYSTEM_CALL).copied());
     if call == Some(libc::SYS_exit as u64) && is_thread(pid, tid) {
         ExitReason::ThreadExit
     } else {

@@ -14,6 +14,7 @@ use anyhow::{Result, bail};
 
 use super::bound::{Overrun, Pause, Step};
 use super::crew::Late;
+use crate::heap::arch::VECTOR_SET;
 use crate::heap::image::{GENERAL_REGISTERS, Thread};
 use crate::host::capabilities::{self, Capability};
 use crate::print::text;
@@ -303,7 +304,7 @@ impl Stopped {
             let Some(general) = register_set(tid, libc::NT_PRSTATUS) else {
                 continue;
             };
-            let vector = register_set(tid, NT_X86_XSTATE).unwrap_or_default();
+            let vector = register_set(tid, VECTOR_SET).unwrap_or_default();
             threads.push(Thread::new(tid, Vec::new(), general, vector));
         }
         Ok(threads)
@@ -367,9 +368,6 @@ fn poll_state(tid: u32) -> State {
         _ => State::Stopped(libc::WSTOPSIG(status)),
     }
 }
-
-/// Register set of everything that `user_regs_struct` lacks: x87, SSE, AVX and so on.
-const NT_X86_XSTATE: i32 = 0x202;
 
 /// Reads the words of a register set of a thread. Returns None if the kernel has no such set.
 pub(super) fn register_set(tid: u32, set: i32) -> Option<Vec<u64>> {

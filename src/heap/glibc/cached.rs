@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crate::heap::arch;
 use crate::heap::image::Image;
 
 use super::{Chunk, MMAPPED, State, Walk, half, word};
@@ -19,7 +20,7 @@ const SHAPES: [TcacheLayout; 3] = [
 const SMALL: u64 = 64;
 /// Largest number of chunks in one list. Counts have 16 bits.
 const LONGEST: usize = 0x1_0000;
-/// Bytes before the thread pointer in which a thread's own pointer to its tcache is looked for.
+/// Bytes next to the thread pointer in which a thread's own pointer to its tcache is looked for.
 const TLS: u64 = 4096;
 
 /// Layout of a tcache.
@@ -143,10 +144,10 @@ fn cached_chunks(
 fn check_threads(image: &Image, walk: &mut Walk) {
     let mut votes: BTreeMap<u64, usize> = BTreeMap::new();
     for thread in &image.threads {
-        let start = thread.thread_pointer.saturating_sub(TLS);
-        for (address, word) in image.words(start..thread.thread_pointer) {
+        let pointer = thread.thread_pointer;
+        for (address, word) in image.words(arch::thread_locals(pointer, TLS)) {
             if walk.tcaches.contains(&word) {
-                *votes.entry(thread.thread_pointer - address).or_default() += 1;
+                *votes.entry(pointer.wrapping_sub(address)).or_default() += 1;
             }
         }
     }
@@ -197,17 +198,18 @@ fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
     let mut by_distance: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
     for thread in &image.threads {
         let pointer = thread.thread_pointer;
-        for (address, word) in image.words(pointer.saturating_sub(TLS)..pointer) {
+        for (address, word) in image.words(arch::thread_locals(pointer, TLS)) {
             let chunk = word
                 .checked_sub(16)
                 .and_then(|header| walk.chunk_at(header));
             if let Some(at) = chunk.filter(|&at| TcacheLayout::of(&walk.chunks[at]).is_some()) {
-                by_distance.entry(pointer - address).or_default().push(at);
+                let distance = pointer.abs_diff(address);
+                by_distance.entry(distance).or_default().push(at);
             }
         }
     }
     // Of distances with as many words, the nearest is taken: thread-local variables are there, and stacks are further
-    // below.
+    // away.
     let best = by_distance.into_values().rev().max_by_key(Vec::len);
     let possible = best.unwrap_or_default();
     let empty: Vec<usize> = possible

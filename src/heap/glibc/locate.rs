@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
+use crate::heap::arch::ADDRESS_BITS;
 use crate::heap::area::Area;
 use crate::heap::image::Image;
 
@@ -170,7 +171,7 @@ fn counts(image: &Image, data: &Range<u64>) -> Option<Counts> {
         let (bins, max_bytes, tcache_count) = (field(8), field(16), field(24));
         let (mmapped, most) = (before(16), before(8));
         let is_tcache = (1..=76).contains(&bins) && (8..=8 << 20).contains(&max_bytes);
-        let is_heap = sbrk_base == 0 || (65_536..1 << 47).contains(&sbrk_base);
+        let is_heap = sbrk_base == 0 || (65_536..1 << ADDRESS_BITS).contains(&sbrk_base);
         let is_sum = mmapped <= most && mmapped.is_multiple_of(16) && most.is_multiple_of(16);
         if !is_tcache || tcache_count > 0xffff || !is_heap || !is_sum {
             return None;

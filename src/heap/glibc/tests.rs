@@ -1,7 +1,8 @@
 //! A small heap, written by hand: whole, then damaged in every word.
 
-use crate::heap::image::Thread;
+use crate::heap::arch;
 use crate::heap::image::made::ImageBuilder;
+use crate::heap::image::{GENERAL_REGISTERS, Thread};
 
 use super::*;
 
@@ -86,8 +87,8 @@ fn heap() -> ImageBuilder {
     made.put(cached, cached >> 12);
     made.put(cached + 8, KEY);
     made.put(THREAD - 0x48, tcache);
-    let mut general = vec![0; 27];
-    general[21] = THREAD;
+    let mut general = vec![0; GENERAL_REGISTERS.len()];
+    general[arch::THREAD_POINTER] = THREAD;
     made.threads = vec![Thread::new(1, b"made".to_vec(), general, Vec::new())];
     made
 }

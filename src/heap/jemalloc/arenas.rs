@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
+use crate::heap::arch::ADDRESS_BITS;
 use crate::heap::image::Image;
 use crate::heap::page_index::PAGE;
 
@@ -256,7 +257,9 @@ impl Arenas {
     /// Iterates over the arenas with their numbers.
     pub(super) fn each(&self) -> impl Iterator<Item = (u32, u64)> {
         let all = (0..).zip(self.addresses.iter().copied());
-        all.filter(|(_, arena)| *arena != 0 && arena >> 47 == 0 && arena.is_multiple_of(8))
+        all.filter(|(_, arena)| {
+            *arena != 0 && arena >> ADDRESS_BITS == 0 && arena.is_multiple_of(8)
+        })
     }
 
     /// Returns the address of an arena's bin for a size class; for the class after the last one, the arena's end.

@@ -4,15 +4,13 @@
 
 use std::ops::Range;
 
+use crate::heap::arch::{self, ARGUMENT, SYSTEM_CALL};
 use crate::heap::image::{Image, Thread};
 
 /// Bytes of a stack in which the frames of jemalloc's functions are, with lists of flushed blocks.
 const FRAMES: u64 = 16 << 10;
-/// Bytes below a thread pointer that hold the thread's own data.
+/// Bytes next to a thread pointer that hold the thread's own data.
 const TLS_BYTES: u64 = 64 << 10;
-/// Indexes in the general registers of the first argument of a system call and of the call's number.
-const ARGUMENT: usize = 14;
-const CALL: usize = 15;
 
 /// Check for threads that are inside of jemalloc.
 pub(super) struct AllocatorCheck<'a> {
@@ -38,17 +36,17 @@ impl<'a> AllocatorCheck<'a> {
     /// Returns the thread whose own memory contains an address.
     pub(super) fn thread_of(&self, address: u64) -> Option<&'a Thread> {
         let threads = self.image.threads.iter();
-        let near = threads.filter(|thread| {
-            let below = thread.thread_pointer.wrapping_sub(address);
-            below <= TLS_BYTES
-        });
-        near.min_by_key(|thread| thread.thread_pointer)
+        let near = threads.filter(|thread| own_memory(thread).contains(&address));
+        near.min_by_key(|thread| thread.thread_pointer.abs_diff(address))
     }
 
     /// Whether the thread may be in the middle of a function of jemalloc. A thread that waits in the kernel counts
     /// only if it waits where jemalloc itself would wait.
     pub(super) fn is_inside(&self, thread: &Thread) -> bool {
-        let call = thread.general.get(CALL).map_or(-1, |&call| call as i64);
+        let call = thread
+            .general
+            .get(SYSTEM_CALL)
+            .map_or(-1, |&call| call as i64);
         let may_wait = match call {
             libc::SYS_madvise | libc::SYS_mmap | libc::SYS_munmap | libc::SYS_sched_yield => true,
             libc::SYS_futex => {
@@ -72,14 +70,19 @@ impl<'a> AllocatorCheck<'a> {
 
     /// Iterates over the memory with the threads' own data.
     pub(super) fn own_memory(&self) -> impl Iterator<Item = Range<u64>> {
-        let threads = self.image.threads.iter();
-        threads.map(|thread| thread.thread_pointer.saturating_sub(TLS_BYTES)..thread.thread_pointer)
+        self.image.threads.iter().map(own_memory)
     }
+}
+
+/// Returns the memory with the thread's own data.
+fn own_memory(thread: &Thread) -> Range<u64> {
+    arch::thread_locals(thread.thread_pointer, TLS_BYTES)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::heap::image::GENERAL_REGISTERS;
     use crate::heap::image::made::ImageBuilder;
 
     const FILE: &str = "/lib/libjemalloc.so.2";
@@ -110,7 +113,7 @@ mod tests {
         Thread {
             instruction,
             stack_pointer: STACK + 3,
-            general: vec![u64::MAX; 16],
+            general: vec![u64::MAX; GENERAL_REGISTERS.len()],
             ..Thread::default()
         }
     }
@@ -118,7 +121,7 @@ mod tests {
     /// Makes a thread that waits in a system call with this argument.
     fn waiting(call: i64, argument: u64) -> Thread {
         let mut thread = running(OTHER);
-        thread.general[CALL] = call as u64;
+        thread.general[SYSTEM_CALL] = call as u64;
         thread.general[ARGUMENT] = argument;
         thread
     }
@@ -204,11 +207,11 @@ mod tests {
         let inside = AllocatorCheck::of(&image, FILE.as_bytes(), Vec::new());
         let tid = |address| inside.thread_of(address).map(|thread| thread.tid);
         for (address, expected) in [
-            (0x10_0000, Some(1)),
+            (0x10_0000 - 1, Some(1)),
             (0x10_0000 - TLS_BYTES, Some(1)),
             (0x10_0000 - TLS_BYTES - 1, None),
-            (0x10_0001, Some(2)),
-            (0x10_8001, None),
+            (0x10_0000, Some(2)),
+            (0x10_8000, None),
             (0x1f_fff8, Some(3)),
         ] {
             assert_eq!(tid(address), expected, "{address:#x}");

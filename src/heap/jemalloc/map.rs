@@ -5,13 +5,12 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
 
+use crate::heap::arch::ADDRESS_BITS;
 use crate::heap::image::Image;
 use crate::heap::page_index::PAGE;
 
 use super::{Fuel, Inconsistency, MAX_BROKEN, MAX_TRIES, SIZES};
 
-/// Number of address bits of user programs.
-const USER_BITS: u32 = 47;
 /// Largest number of elements that are looked at to recognise a leaf.
 const LOOKED_AT: usize = 16;
 /// Offset of the bitmap in an extent's description.
@@ -50,7 +49,7 @@ impl Layout {
 
     /// Returns the size of the part of the first table that is for user programs, in bytes.
     fn table_bytes(self) -> u64 {
-        8 << (USER_BITS - self.entry_bits())
+        8 << (ADDRESS_BITS - self.entry_bits())
     }
 
     /// Returns the size of what an entry of the first table refers to.
@@ -175,7 +174,7 @@ impl Extent {
             state: State::of(bits >> 17 & 7),
         };
         let ends = first.checked_add(extent.bytes)?;
-        (first >= PAGE && extent.bytes > 0 && ends >> USER_BITS == 0).then_some(extent)
+        (first >= PAGE && extent.bytes > 0 && ends >> ADDRESS_BITS == 0).then_some(extent)
     }
 
     /// Whether the extent is in use, in whole or in part, by the program or by threads' caches. An extent that a
@@ -214,7 +213,7 @@ fn edata_of(element: u64) -> u64 {
 /// Whether a word can be an element of a leaf.
 fn is_element(word: u64) -> bool {
     const UNUSED: u64 = 0x60;
-    word >> 48 <= SIZES as u64 && word & UNUSED == 0 && edata_of(word) >> USER_BITS == 0
+    word >> 48 <= SIZES as u64 && word & UNUSED == 0 && edata_of(word) >> ADDRESS_BITS == 0
 }
 
 impl Map {
@@ -335,7 +334,7 @@ impl Map {
 fn may_be_structure(image: &Image, address: u64, bytes: u64) -> bool {
     address != 0
         && address.is_multiple_of(64)
-        && address >> USER_BITS == 0
+        && address >> ADDRESS_BITS == 0
         && image.area(address).is_some_and(|area| {
             let left = area.mapping.range.end - address;
             area.writable && area.is_private_anonymous() && left >= bytes

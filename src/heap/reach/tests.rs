@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::heap::blocks::{Block, Coverage};
-use crate::heap::image::Thread;
 use crate::heap::image::made::ImageBuilder;
+use crate::heap::image::{GENERAL_REGISTERS, Thread};
 use crate::heap::kernel::KernelWord;
 
 const HEAP: u64 = 0x10_0000;
@@ -173,7 +173,7 @@ fn free_chunks_and_an_allocators_lists_hold_nothing() {
 #[test]
 fn registers_hold_what_nothing_else_does() {
     let mut made = process();
-    let mut general = vec![0; 27];
+    let mut general = vec![0; GENERAL_REGISTERS.len()];
     general[3] = block(0);
     made.threads = vec![Thread::new(12, Vec::new(), general, vec![7, block(1)])];
     let (image, heap) = (made.image(), heap(3));
@@ -184,7 +184,7 @@ fn registers_hold_what_nothing_else_does() {
     };
     assert_eq!(
         (name(0), name(1), name(2)),
-        (Some("r12"), Some("vector"), None)
+        (Some(GENERAL_REGISTERS[3]), Some("vector"), None)
     );
 }
 

@@ -1,7 +1,9 @@
 //! Tests of [`roots`](super).
 
 use super::*;
+use crate::heap::arch;
 use crate::heap::blocks::{Block, Coverage};
+use crate::heap::image::GENERAL_REGISTERS;
 use crate::heap::image::made::ImageBuilder;
 
 const STACK: u64 = 0x7f00_0000_1000;
@@ -19,8 +21,8 @@ fn with_stack() -> ImageBuilder {
 }
 
 fn thread(stack_pointer: u64) -> Thread {
-    let mut general = vec![0; 27];
-    (general[19], general[21]) = (stack_pointer, CONTROL);
+    let mut general = vec![0; GENERAL_REGISTERS.len()];
+    (general[arch::STACK_POINTER], general[arch::THREAD_POINTER]) = (stack_pointer, CONTROL);
     Thread::new(7, Vec::new(), general, Vec::new())
 }
 
@@ -153,10 +155,10 @@ fn places_have_names() {
         }
     );
     assert_eq!(
-        place(&image, Root::Register(0, "r12")),
+        place(&image, Root::Register(0, GENERAL_REGISTERS[3])),
         RootPlace::Register {
             tid: 7,
-            name: "r12"
+            name: GENERAL_REGISTERS[3]
         }
     );
 }

@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 
 use anyhow::Result;
 
+use super::arch::{self, FIRST_KEY};
 use super::offsets::{self, Offsets};
 use crate::bpf::types::python_process;
 use crate::code::eh_frame;
@@ -30,8 +31,6 @@ const BELOW_THREAD: u64 = 8 << 10;
 const ABOVE_THREAD: u64 = 0x910;
 /// Size of a page, in bytes.
 const PAGE: u64 = 4096;
-/// Offset in glibc's `struct pthread` of the values of the first 32 pthread keys: `specific_1stblock[].data`.
-const FIRST_KEY: u64 = 0x318;
 const KEYS: u64 = 32;
 /// Number of pthread keys in musl.
 const MUSL_KEYS: u64 = 128;
@@ -239,12 +238,9 @@ impl Interpreter {
 
     /// Returns the expected place if the process uses glibc, or if the interpreter is not in a library.
     fn expected_at(&self, offsets: &Offsets) -> Result<Option<i64>> {
-        const LOAD: &[u8] = b"\x64\x48\x8b\x04\x25"; // mov %fs:distance, %rax
         if offsets.key.is_none() {
             let code = self.this_thread_state.as_deref().unwrap_or_default();
-            let load = memchr::memmem::find(code, LOAD);
-            let distance = load.and_then(|at| code.get(at + LOAD.len()..)?.first_chunk());
-            return Ok(distance.map(|distance| i32::from_le_bytes(*distance).into()));
+            return Ok(arch::first_thread_local(code));
         }
         let key = self.key(offsets)?.filter(|key| *key < KEYS);
         Ok(key.map(|key| (FIRST_KEY + 16 * key) as i64))

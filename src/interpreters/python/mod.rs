@@ -6,6 +6,7 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | `arch` | what the search for thread states needs of one architecture |
 //! | [`code`] | a code object, as the BPF side sends it |
 //! | [`codes`] | all code objects that were met, by their words in stacks |
 //! | `dealloc_probes` | probes on the function that frees code objects |
@@ -14,6 +15,8 @@
 //! | `offsets` | offsets in CPython's structs, by version |
 //! | `pythons` | the processes whose Python frames the BPF side walks |
 
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+mod arch;
 pub mod code;
 pub mod codes;
 mod dealloc_probes;

@@ -3,6 +3,7 @@
 //! The offsets are those of regular builds. From 3.13 on the interpreter itself publishes most of them
 //! (`_Py_DebugOffsets`); if the published offsets differ, the interpreter is another kind of build.
 
+use super::arch;
 use crate::bpf::types::{python_chain as Chain, python_process};
 
 /// Offsets of one version, in bytes, as [`of`] returns them.
@@ -25,17 +26,17 @@ pub(super) struct Offsets {
 
 /// Returns the offsets of version 3.`minor`. None if the version is not supported.
 pub(super) fn of(minor: u8) -> Option<Offsets> {
-    let (key, interpreters, next_interpreter, threads) = match minor {
-        10 => (Some(584), 32, 0, 8),
-        11 => (Some(592), 40, 0, 16),
-        12 => (Some(1544), 40, 0, 72),
-        13 => (Some(2160), 632, 7264, 7344),
-        14 => (Some(2336), 808, 7272, 7344),
-        15 => (None, 936, 7264, 7336),
+    let (interpreters, next_interpreter, threads) = match minor {
+        10 => (32, 0, 8),
+        11 => (40, 0, 16),
+        12 => (40, 0, 72),
+        13 => (632, 7264, 7344),
+        14 => (808, 7272, 7344),
+        15 => (936, 7264, 7336),
         _ => return None,
     };
     Some(Offsets {
-        key,
+        key: arch::key_offset(minor),
         interpreters,
         next_interpreter,
         threads,

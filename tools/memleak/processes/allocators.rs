@@ -332,7 +332,7 @@ mod tests {
             name(&["je_malloc", "je_dallocx"], "redis-server"),
             "jemalloc"
         );
-        assert_eq!(name(&["malloc", "free"], "ld-musl-x86_64.so.1"), "musl");
+        assert_eq!(name(&["malloc", "free"], "ld-musl-riscv64.so.1"), "musl");
         assert_eq!(name(&["_Znwm", "_ZdlPv", "mmap"], "server"), "operator new");
         assert_eq!(name(&["malloc", "free"], "server"), "malloc");
     }

@@ -377,27 +377,22 @@ fn place(
     wish: Preference,
     settings: &FunctionSettings,
 ) -> Result<Vec<Function>> {
-    let places = if cfg!(not(target_arch = "x86_64")) {
-        vec![Some(ProbePoint::ENTRY); symbols.len()]
-    } else {
-        let asked: Vec<_> = symbols
-            .iter()
-            .map(|(symbol, signature)| (*symbol, signature.arguments()))
-            .collect();
-        let mut places = probe_point::places(file.file(), &asked, wish)?;
-        let moved = |(place, (_, signature)): (&Option<ProbePoint>, &(_, Signature))| {
-            place.is_some_and(|place| signature.at(place).is_none())
-        };
-        if places.iter().zip(symbols).any(moved) {
-            let entries = probe_point::places(file.file(), &asked, Preference::Entry)?;
-            for ((place, at_entry), symbol) in places.iter_mut().zip(entries).zip(symbols) {
-                if moved((place, symbol)) {
-                    *place = at_entry;
-                }
+    let asked: Vec<_> = symbols
+        .iter()
+        .map(|(symbol, signature)| (*symbol, signature.arguments()))
+        .collect();
+    let mut places = probe_point::places(file.file(), &asked, wish)?;
+    let moved = |(place, (_, signature)): (&Option<ProbePoint>, &(_, Signature))| {
+        place.is_some_and(|place| signature.at(place).is_none())
+    };
+    if places.iter().zip(symbols).any(moved) {
+        let entries = probe_point::places(file.file(), &asked, Preference::Entry)?;
+        for ((place, at_entry), symbol) in places.iter_mut().zip(entries).zip(symbols) {
+            if moved((place, symbol)) {
+                *place = at_entry;
             }
         }
-        places
-    };
+    }
     let mut functions = Vec::new();
     for ((symbol, signature), place) in symbols.iter().zip(places) {
         let (module, name) = (file.module(), &symbol.name);

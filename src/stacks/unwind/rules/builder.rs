@@ -7,7 +7,7 @@ use crate::bpf::types::{
     unwind_frame_pointer as FramePointer, unwind_kind as Kind, unwind_row_layout as Layout,
 };
 use crate::code::registers::{
-    FRAME_POINTER, RETURN_ADDRESS, RETURN_ADDRESS_AT, STACK_POINTER, STAND_INS,
+    self, FRAME_POINTER, RETURN_ADDRESS, RETURN_ADDRESS_AT, STACK_POINTER, STAND_INS,
 };
 
 /// Rule for the caller's frame pointer: it is still in its register.
@@ -143,23 +143,8 @@ impl<'a> Builder<'a> {
         function: &Fde<'a>,
         expression: &Expression,
     ) -> Option<(Kind, i32)> {
-        // The expression of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8, where `byte` is the offset in the entry behind
-        // the push.
-        if let [
-            0x77,
-            8,
-            0x80,
-            0,
-            0x3f,
-            0x1a,
-            literal @ 0x30..=0x3f,
-            0x2a,
-            0x33,
-            0x24,
-            0x22,
-        ] = *expression.get(&self.section).ok()?.0.slice()
-        {
-            return Some((Kind::UNWIND_PLT, i32::from(literal - 0x30)));
+        if let Some(byte) = registers::plt_push(expression.get(&self.section).ok()?.0.slice()) {
+            return Some((Kind::UNWIND_PLT, i32::from(byte)));
         }
         let (base, offset, steps) = self.base_and_steps(function, expression)?;
         let Steps::Through(beyond) = steps else {

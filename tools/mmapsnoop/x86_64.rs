@@ -1,0 +1,3 @@
+//! Flags of mmap(2) that x86-64 alone has.
+
+pub(super) const MAP: [(u64, &str); 2] = [(0x40, "32BIT"), (0x80, "ABOVE4G")];
