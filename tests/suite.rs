@@ -723,3 +723,146 @@ fn man_shows_the_man_pages_without_warnings() {
         assert!(warnings.is_empty(), "{tool}: {warnings}");
     }
 }
+
+/// Sources that name architectures outside of their own folders.
+const NAMES_ARCHITECTURES: [&str; 3] = [
+    // Refuses the architectures that lack code.
+    "src/lib.rs",
+    // Has the architectures' names in libbpf's headers.
+    "build.rs",
+    // Has the names of emulators.
+    "src/process/translator.rs",
+];
+
+#[test]
+fn what_depends_on_the_architecture_is_in_folders_of_its_name() {
+    let mut mentions = Vec::new();
+    for path in sources() {
+        if own_part(&path).is_none() && !NAMES_ARCHITECTURES.contains(&path.as_str()) {
+            let text = fs::read_to_string(format!("{ROOT}/{path}")).expect("a source");
+            mentions.extend(mentions_of_architectures(&path, &text));
+        }
+    }
+    assert!(mentions.is_empty(), "\n{}", mentions.join("\n"));
+}
+
+#[test]
+fn a_mention_of_an_architecture_is_named_by_its_line() {
+    for mention in [
+        "if cfg!(target_arch = \"riscv64\") {",
+        "// as on arm64",
+        "SEC(\"kprobe/__x64_sys_brk\")",
+        "const NAME: &str = \"AMD64\";",
+        "#ifdef __TARGET_ARCH_x86",
+        "pc = regs->ip;",
+        "number = BPF_CORE_READ(regs, orig_ax);",
+        "long ip = ctx->regs.ip;",
+        "/* push %rbp */",
+        "// mov rax, rdi",
+        "#[cfg_attr(target_arch = \"x86_64\", path = \"arch.rs\")]",
+    ] {
+        let found = mentions_of_architectures("src/a.rs", &format!("\n{mention}\n"));
+        assert_eq!(found, [format!("src/a.rs:2: {mention}")]);
+    }
+    for other in [
+        "const AT: u64 = 0x860 + 0x64;",
+        "#[cfg_attr(target_arch = \"x86_64\", path = \"x86_64/mod.rs\")]",
+        "registers->sp = sp;",
+        "a warm64 orbit",
+    ] {
+        assert!(
+            mentions_of_architectures("src/a.rs", other).is_empty(),
+            "{other}"
+        );
+    }
+}
+
+#[test]
+fn the_list_of_what_a_port_adds_is_true() {
+    let page = fs::read_to_string(format!("{ROOT}/CONTRIBUTING.md")).expect("CONTRIBUTING.md");
+    let (_, section) = page
+        .split_once("## Add an architecture\n")
+        .expect("a section");
+    let (section, _) = section.split_once("\n## ").expect("a next section");
+    let listed: BTreeSet<String> = section
+        .lines()
+        .filter_map(|line| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned()))
+        .collect();
+    let head = fs::read_to_string(format!("{ROOT}/src/lib.rs")).expect("lib.rs");
+    let refused = regex_lite::Regex::new("(?s)#\\[cfg\\(not\\((.*?)\\]\ncompile_error!")
+        .expect("a pattern")
+        .captures(&head)
+        .expect("a refusal")[1]
+        .to_owned();
+    let accepted: Vec<&str> = refused.split('"').skip(1).step_by(2).collect();
+    assert!(accepted.contains(&"x86_64"), "{accepted:?}");
+    let sources = sources();
+    for &architecture in &accepted {
+        let parts: BTreeSet<String> = sources
+            .iter()
+            .filter_map(|path| own_part(path))
+            .filter(|part| part.contains(architecture))
+            .map(|part| part.replace(architecture, "x86_64"))
+            .collect();
+        assert_eq!(parts, listed, "{architecture}");
+        let files = |architecture: &str| -> BTreeSet<String> {
+            let own = sources
+                .iter()
+                .filter(|path| own_part(path).is_some_and(|part| part.contains(architecture)));
+            own.map(|path| path.replace(architecture, "x86_64"))
+                .collect()
+        };
+        assert_eq!(files(architecture), files("x86_64"), "{architecture}");
+    }
+    for path in sources.iter().filter(|path| path.ends_with(".rs")) {
+        let text = fs::read_to_string(format!("{ROOT}/{path}")).expect("a source");
+        if let Some((before, _)) = text.split_once("\nmod arch;") {
+            for architecture in &accepted {
+                let own = format!("target_arch = \"{architecture}\", path = \"{architecture}");
+                assert!(before.contains(&own), "{path}: {architecture}");
+            }
+        }
+    }
+}
+
+/// Returns the paths of the sources of the tools and of the library, from the root.
+fn sources() -> Vec<String> {
+    let list = Command::new("git")
+        .args(["ls-files", "build.rs", "bpf", "src", "tools"])
+        .current_dir(ROOT)
+        .output()
+        .expect("git");
+    let list = String::from_utf8_lossy(&list.stdout).into_owned();
+    let is_source = |path: &&str| [".rs", ".c", ".h"].iter().any(|end| path.ends_with(end));
+    let sources: Vec<String> = list.lines().filter(is_source).map(str::to_owned).collect();
+    assert!(sources.len() > 300, "{sources:?}");
+    sources
+}
+
+/// Returns a path up to the part that is an architecture's name: a folder, with a slash behind it, or a file. None for
+/// a path without such a part.
+fn own_part(path: &str) -> Option<String> {
+    let pattern = "^(.*/)?(x86_64|aarch64)(\\.rs$|/)";
+    let found = regex_lite::Regex::new(pattern)
+        .expect("a pattern")
+        .find(path)?;
+    Some(found.as_str().to_owned())
+}
+
+/// Returns the lines that mention an architecture, or a register of one. A line may choose the file of an architecture.
+fn mentions_of_architectures(path: &str, text: &str) -> Vec<String> {
+    let pattern = |pattern: &str| regex_lite::Regex::new(pattern).expect("a pattern");
+    let name = pattern(
+        "(?i)(\\b|_)(x86|x64|i386|amd64|aarch64|arm64|TARGET_ARCH)|\
+         \\b(orig_ax|fs_?base|r[abcd]x|r[sd]i|r[sbi]p)\\b|\
+         \\bregs(->|\\.|, )(ip|sp|bp|[abcd]x|[sd]i|r[0-9]+|pc|regs)\\b",
+    );
+    let choice = pattern(
+        "^#\\[cfg_attr\\(target_arch = \"(x86_64|aarch64)\", path = \"(x86_64|aarch64)(/mod)?\\.rs\"\\)\\]$",
+    );
+    let lines = (1..).zip(text.lines());
+    let mentions = lines.filter(|(_, line)| name.is_match(line) && !choice.is_match(line));
+    mentions
+        .map(|(number, line)| format!("{path}:{number}: {}", line.trim()))
+        .collect()
+}
