@@ -101,11 +101,11 @@ static __always_inline void block_allocated(__u64 address, struct thread *thread
  */
 static __always_inline int call_in_progress(struct pt_regs *ctx, __u64 call_sp, __u64 returns_to)
 {
-	__u64 sp = PT_REGS_SP(ctx), found = 0;
+	__u64 sp = PT_REGS_SP(ctx);
 
 	barrier_var(sp);
-	bpf_probe_read_user(&found, sizeof(found), (void *)call_sp);
-	if (found != returns_to && stack_original_return_address(call_sp) != returns_to)
+	if (!stack_keeps_return_address(call_sp, returns_to) &&
+	    stack_original_return_address(call_sp) != returns_to)
 		return 0;
 	return stack_comes_from(stack_return_address(ctx), stack_pointer_after_return(sp),
 				PT_REGS_FP(ctx), call_sp);

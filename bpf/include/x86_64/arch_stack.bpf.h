@@ -35,6 +35,18 @@ static __always_inline __u64 stack_return_address(struct pt_regs *ctx)
 }
 
 /*
+ * Whether the return address of a call that had this stack pointer at its entry can still be
+ * `returns_to`: it is in memory, until another call overwrites it.
+ */
+static __always_inline int stack_keeps_return_address(__u64 sp, __u64 returns_to)
+{
+	__u64 found = 0;
+
+	bpf_probe_read_user(&found, sizeof(found), (void *)sp);
+	return found == returns_to;
+}
+
+/*
  * Returns the CFA at an instruction of a PLT entry. From the entry's byte `pushed` on, the entry
  * has pushed a word more.
  */
