@@ -7,8 +7,7 @@
 #define MEMTOOLS_BPF_H
 
 #if !__has_include("arch_registers.bpf.h") || !__has_include("vmlinux.h")
-#error                                                                                             \
-    "bpf/include or bpf/vmlinux lacks this architecture's folder: CONTRIBUTING.md, Add an architecture"
+#error "this architecture lacks code: CONTRIBUTING.md, Add an architecture"
 #endif
 
 #include "vmlinux.h"

@@ -23,6 +23,7 @@
 #ifndef MEMTOOLS_STACK_TABLE_BPF_H
 #define MEMTOOLS_STACK_TABLE_BPF_H
 
+#include "arch_order.bpf.h"
 #include "fill_level.bpf.h"
 
 enum stack_layout {
@@ -145,7 +146,12 @@ struct {
 } stack_slots SEC(".maps");
 
 /*
- * Takes a slot. Returns its number; stack_slot_count if the thread finds none. Threads with
+ * Takes a slot. What the last holder has stored in the slot is visible to the new one, and nothing
+ * of the last holder's is stored later, as both additions to `holders` keep the order. The same
+ * holds for the results with the slot's number in other maps (mappings, unwind_places,
+ * python_slots).
+ *
+ * Returns the slot's number; stack_slot_count if the thread finds none. Threads with
  * successive ids begin with different slots, and an odd step leads each of them to others. Global,
  * so that the verifier follows the function once and not for each caller.
  */
@@ -164,12 +170,12 @@ __noinline __u32 stack_slot_take(void)
 		 * 5.10 has no atomic operation that returns the old value. Of threads that add at
 		 * the same time, one that reads 1 is alone; all others step back.
 		 */
-		__sync_fetch_and_add(&slot->holders, 1);
+		order_add(&slot->holders, 1);
 		if (*(volatile __u64 *)&slot->holders == 1) {
 			slot->walk.index = index;
 			return index;
 		}
-		__sync_fetch_and_add(&slot->holders, -1);
+		order_add(&slot->holders, -1);
 		index += thread / stack_slot_count * 2 + 1;
 	}
 	return stack_slot_count;
@@ -177,7 +183,7 @@ __noinline __u32 stack_slot_take(void)
 
 static __always_inline void stack_slot_give_back(struct stack_slot *slot)
 {
-	__sync_fetch_and_add(&slot->holders, -1);
+	order_add(&slot->holders, -1);
 }
 
 static __always_inline void stack_hash_add(__u64 *id, __u64 *check, __u64 pc)

@@ -18,6 +18,7 @@
 #ifndef MEMTOOLS_LIVE_BPF_H
 #define MEMTOOLS_LIVE_BPF_H
 
+#include "arch_order.bpf.h"
 #include "process.bpf.h"
 
 /*
@@ -126,6 +127,11 @@ static __always_inline struct block_bucket *bucket_of(__u64 address, __u64 pid, 
 /*
  * Puts a block into a bucket. Returns 0 if the bucket is full.
  *
+ * The other words of a slot are stored between two changes of its address: the claim, a
+ * compare-and-exchange, which keeps the order on every architecture, and the store of the new
+ * address. So whoever reads an address, then the other words, and then the same address again has
+ * the words that belong to the address.
+ *
  * This function and bucket_take() are global, so that the verifier follows them once and not for
  * each call, which took 7 ms of the start.
  */
@@ -145,8 +151,7 @@ __noinline int bucket_put(struct block_bucket *bucket, __u64 address, __u64 owne
 		block->stack = stack;
 		block->born = born;
 		block->owner = owner;
-		barrier();
-		block->address = address;
+		order_store(&block->address, address);
 		return 1;
 	}
 	bucket->was_full = 1;
@@ -156,12 +161,15 @@ __noinline int bucket_put(struct block_bucket *bucket, __u64 address, __u64 owne
 /*
  * Takes a block out of a bucket into `taken`. Returns 0 if the block is not there. If it was freed
  * already, and not allocated since, taken->born is then set to the time of its allocation.
+ *
+ * clang does not unroll a loop with the barriers of order_store() unless requested.
  */
 __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid,
 			   struct live_block *taken)
 {
 	if (!bucket || !taken)
 		return 0;
+#pragma unroll
 	for (int i = 0; i < BUCKET_BLOCKS; i++) {
 		struct block *block = &bucket->blocks[i];
 		__u64 owner = block->owner;
@@ -176,13 +184,14 @@ __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid
 		}
 		/* Before the claim, the slot could become another process's at the same address. */
 		if (block->owner != owner) {
-			block->address = address;
+			order_store(&block->address, address);
 			continue;
 		}
 		taken->size = owner >> BLOCK_PID_BITS;
 		taken->stack = block->stack;
 		taken->born = block->born;
-		block->address = address | SLOT_FREED;
+		/* From here on others may store another block: the words above have been read. */
+		order_store(&block->address, address | SLOT_FREED);
 		return 1;
 	}
 	return 0;

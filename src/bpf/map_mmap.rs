@@ -68,15 +68,24 @@ impl MappedArray {
     /// # Errors
     /// If there is no such value, or it is smaller than a `T`.
     pub fn get<T: Plain + Copy>(&self, index: usize) -> Result<T> {
+        self.get_at(index, 0)
+    }
+
+    /// Copies what is `offset` bytes into the value with this index.
+    ///
+    /// # Errors
+    /// If there is no such value, or a `T` does not fit into the rest of it.
+    pub fn get_at<T: Plain + Copy>(&self, index: usize, offset: usize) -> Result<T> {
+        let fits = offset.is_multiple_of(8) && offset + size_of::<T>() <= self.stride;
         ensure!(
-            index < self.len() && size_of::<T>() <= self.stride && align_of::<T>() <= 8,
+            index < self.len() && fits && align_of::<T>() <= 8,
             "no such value in the array"
         );
         // SAFETY: inside the mapping and aligned, as just tested; any bytes are a T. The read is
         // volatile, for the kernel may be writing there.
         Ok(unsafe {
             self.memory
-                .add(index * self.stride)
+                .add(index * self.stride + offset)
                 .cast::<T>()
                 .read_volatile()
         })
@@ -168,6 +177,10 @@ mod tests {
         assert_eq!(value, Words([20, 21, 22, 23, 24]));
         assert!(mapped.get::<Words<5>>(3).is_err(), "beyond the last value");
         assert!(mapped.get::<Words<7>>(0).is_err(), "more than a value");
+        let part: Words<2> = mapped.get_at(2, 8).expect("a part of a value");
+        assert_eq!(part, Words([22, 23]));
+        assert!(mapped.get_at::<Words<4>>(2, 16).is_err(), "beyond a value");
+        assert!(mapped.get_at::<Words<1>>(2, 4).is_err(), "not aligned");
     }
 
     #[test]

@@ -74,7 +74,7 @@ use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{Stack, Stacks};
 
-memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, peak, thread, total, total_key]);
+memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block, event, live_block, live_key, peak, thread, total, total_key]);
 
 /// Follows the plan: reports, or gives verdicts if `verdict` has settings for these.
 pub(crate) fn run(plan: &ProcessPlan, verdict: Option<&VerdictSettings>) -> Result<ExitCode> {

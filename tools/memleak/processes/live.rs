@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::mem::{self, offset_of};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapMut, MapType};
@@ -19,6 +19,7 @@ use crate::sums::Allocation;
 
 const PID_BITS: u32 = live_layout::BLOCK_PID_BITS.0;
 const TIME_BITS: u32 = live_layout::BORN_TIME_BITS.0;
+const BUCKET_BLOCKS: usize = live_layout::BUCKET_BLOCKS.0 as usize;
 /// Lowest address that marks a slot without a live block: SLOT_FREED, the lower of the marks.
 const MARKS: u64 = 1 << 62;
 
@@ -104,15 +105,12 @@ impl<'a> LiveBlocks<'a> {
         // The table is mapped only while it is read, or it would count as memory of this process.
         let table = MappedArray::new(self.table)?;
         for bucket in 0..table.len() {
-            let copy: block_bucket = table.get(bucket)?;
-            for (slot, block) in copy.blocks.iter().enumerate() {
-                // The address is written last and removed first. If it is the same before and after, the words between
-                // belong to it.
-                if !is_live(block) || address_at(&table, bucket, slot)? != block.address {
+            for slot in 0..BUCKET_BLOCKS {
+                let Some(block) = read_block(&table, bucket, slot)? else {
                     continue;
-                }
+                };
                 let allocation = Allocation {
-                    pid: pid_of(block),
+                    pid: pid_of(&block),
                     address: block.address,
                     size: block.owner >> PID_BITS,
                     stack: block.stack,
@@ -194,13 +192,22 @@ impl Sorted<'_> {
     }
 }
 
-fn address_at(table: &MappedArray, bucket: usize, slot: usize) -> Result<u64> {
+/// Reads a slot. Returns None if it has no live block, or if it changes meanwhile.
+///
+/// The BPF side stores the address last and removes it first (`bucket_put()` in `bpf/memleak/live.bpf.h`). If it is the
+/// same before and after the other words are read, they belong to it. The first load is an acquire, which no later load
+/// comes before; the fence keeps the last load behind the reading of the words. Where the CPU reorders no loads, both only bind the compiler.
+fn read_block(table: &MappedArray, bucket: usize, slot: usize) -> Result<Option<block>> {
     let word = table.word(bucket, address_offset(slot))?;
-    Ok(word.load(Ordering::Acquire))
-}
-
-fn is_live(block: &block) -> bool {
-    block.address != 0 && block.address < MARKS
+    let address = word.load(Ordering::Acquire);
+    if address == 0 || address >= MARKS {
+        return Ok(None);
+    }
+    let mut block: block = table.get_at(bucket, block_offset(slot))?;
+    fence(Ordering::Acquire);
+    let is_same = word.load(Ordering::Relaxed) == address;
+    block.address = address;
+    Ok(is_same.then_some(block))
 }
 
 fn pid_of(block: &block) -> u32 {
@@ -215,7 +222,12 @@ fn level_of(born: u64) -> u32 {
     (born >> TIME_BITS) as u32
 }
 
+/// Returns the offset of a slot in its bucket.
+fn block_offset(slot: usize) -> usize {
+    offset_of!(block_bucket, blocks) + slot * size_of::<block>()
+}
+
 /// Returns the offset of a slot's address in its bucket.
 fn address_offset(slot: usize) -> usize {
-    offset_of!(block_bucket, blocks) + slot * size_of::<block>() + offset_of!(block, address)
+    block_offset(slot) + offset_of!(block, address)
 }
