@@ -127,20 +127,20 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
  */
 static __always_inline __u64 stack_of_caller_at_return(struct pt_regs *ctx)
 {
-	return stack_id(PT_REGS_IP(ctx), PT_REGS_SP(ctx), PT_REGS_FP(ctx), 0);
+	return stack_id(PT_REGS_IP(ctx), stack_pointer(ctx), PT_REGS_FP(ctx), 0);
 }
 
 /* Returns the stack of a function's caller at the function's entry. */
 static __always_inline __u64 stack_of_caller_at_entry(struct pt_regs *ctx)
 {
-	return stack_id(stack_return_address(ctx), stack_pointer_after_return(PT_REGS_SP(ctx)),
+	return stack_id(stack_return_address(ctx), stack_pointer_after_return(stack_pointer(ctx)),
 			PT_REGS_FP(ctx), 0);
 }
 
 /* Returns the stack whose innermost frame is the function that a probe is in. */
 static __always_inline __u64 stack_of_function(struct pt_regs *ctx)
 {
-	return stack_id(PT_REGS_IP(ctx), PT_REGS_SP(ctx), PT_REGS_FP(ctx), 1);
+	return stack_id(PT_REGS_IP(ctx), stack_pointer(ctx), PT_REGS_FP(ctx), 1);
 }
 
 #endif /* MEMTOOLS_STACK_BPF_H */

@@ -101,9 +101,8 @@ static __always_inline void block_allocated(__u64 address, struct thread *thread
  */
 static __always_inline int call_in_progress(struct pt_regs *ctx, __u64 call_sp, __u64 returns_to)
 {
-	__u64 sp = PT_REGS_SP(ctx);
+	__u64 sp = stack_pointer(ctx);
 
-	barrier_var(sp);
 	if (!stack_keeps_return_address(call_sp, returns_to) &&
 	    stack_original_return_address(call_sp) != returns_to)
 		return 0;
@@ -143,13 +142,8 @@ static __noinline struct thread *thread_of_current(void)
 static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
 {
 	struct thread *thread = thread_of_current();
-	__u64 sp = PT_REGS_SP(ctx);
+	__u64 sp = stack_pointer(ctx);
 
-	/*
-	 * The barrier makes clang read sp once: clang would add the offset to the context, which
-	 * the verifier refuses.
-	 */
-	barrier_var(sp);
 	if (!thread || nested(ctx, thread, sp))
 		return NULL;
 	thread->sp = sp;
@@ -291,9 +285,8 @@ static __always_inline bool records_all(void)
  */
 static __always_inline int within_free(struct pt_regs *ctx, struct thread *thread)
 {
-	__u64 sp = PT_REGS_SP(ctx), ip = PT_REGS_IP(ctx), outer_sp = thread->freeing_sp;
+	__u64 sp = stack_pointer(ctx), ip = PT_REGS_IP(ctx), outer_sp = thread->freeing_sp;
 
-	barrier_var(sp);
 	barrier_var(ip);
 	if (!outer_sp || sp > outer_sp)
 		return 0;
@@ -309,9 +302,8 @@ static __always_inline int within_free(struct pt_regs *ctx, struct thread *threa
 static __noinline int begin_freeing(struct pt_regs *ctx)
 {
 	struct thread *thread = thread_of_current();
-	__u64 sp = PT_REGS_SP(ctx);
+	__u64 sp = stack_pointer(ctx);
 
-	barrier_var(sp);
 	if (!thread || within_free(ctx, thread))
 		return 0;
 	thread->freeing_sp = sp;
@@ -328,7 +320,7 @@ static __noinline int nested_free(struct pt_regs *ctx)
 {
 	struct thread *thread = thread_of_current();
 
-	return !thread || nested(ctx, thread, PT_REGS_SP(ctx)) || within_free(ctx, thread) ||
+	return !thread || nested(ctx, thread, stack_pointer(ctx)) || within_free(ctx, thread) ||
 	       called_by_allocator(ctx);
 }
 
@@ -455,7 +447,7 @@ static __always_inline int leave(struct pt_regs *ctx, bool use_table)
 
 	count_hit();
 	/* The return has popped the return address that was on top of the stack at entry. */
-	if (!thread || PT_REGS_SP(ctx) != stack_pointer_after_return(thread->sp))
+	if (!thread || stack_pointer(ctx) != stack_pointer_after_return(thread->sp))
 		return 0;
 	thread->sp = 0;
 	if (thread->kind == FUNCTION_NEW_POOL && PT_REGS_RC(ctx))

@@ -35,7 +35,7 @@ static __always_inline int record_slot(struct pt_regs *ctx, __u64 slot, bool use
 {
 	struct thread *thread = thread_of_current();
 
-	if (!thread || nested(ctx, thread, PT_REGS_SP(ctx)) || !take_slot(thread, slot))
+	if (!thread || nested(ctx, thread, stack_pointer(ctx)) || !take_slot(thread, slot))
 		return 0;
 	if (trace_calls)
 		emit(EVENT_ALLOC_EXIT, slot, thread->size, 0);

@@ -23,12 +23,24 @@
 #define SIGNAL_PC 168
 
 /*
+ * Returns the stack pointer at a probe. The barrier keeps clang from merging this load with one of
+ * another register, at an offset that the verifier does not know.
+ */
+static __always_inline __u64 stack_pointer(struct pt_regs *ctx)
+{
+	__u64 sp = PT_REGS_SP(ctx);
+
+	barrier_var(sp);
+	return sp;
+}
+
+/*
  * Returns the return address of a function at its entry: the top of the stack. 0 if that cannot be
  * read.
  */
 static __always_inline __u64 stack_return_address(struct pt_regs *ctx)
 {
-	__u64 return_address = 0, sp = PT_REGS_SP(ctx);
+	__u64 return_address = 0, sp = stack_pointer(ctx);
 
 	bpf_probe_read_user(&return_address, sizeof(return_address), (void *)sp);
 	return return_address;
