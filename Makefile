@@ -30,11 +30,13 @@ SUFFIX  ?=
 # Today's Debian and the next one by turns.
 SUITE   ?= $(if $(filter 0 1 2,$(shell echo $$(($$(git rev-list --count HEAD 2>/dev/null) % 6)))),trixie,forky)
 SECONDS ?= 60
+ARCH    ?= $(shell uname -m)
 KERNEL  ?= 5.10 6.1 6.12 6.18 7.2
 TEST    ?=
 
 TOOLS  := $(shell sed -n '/^\[\[bin\]\]/{n;s/^name = "\(.*\)"/\1/p}' Cargo.toml)
-TARGET ?= $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
+HOST   := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
+TARGET ?= $(HOST)
 RUST   := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 VERSION := $(shell sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
 # `quick` is the profile of the inner loop and of the tests; binaries are in target/$(PROFILE).
@@ -58,13 +60,30 @@ export LIBBPF_SYS_LIBRARY_PATH_$(subst -,_,$(TARGET)) = $(LIBELF)/lib
 export C_INCLUDE_PATH := $(LIBELF)/include
 CARGO = cargo
 
+# Another architecture than this machine's: Debian's cross compiler. The build script, which runs here, needs libelf, too.
+ifneq ($(firstword $(subst -, ,$(TARGET))),$(firstword $(subst -, ,$(HOST))))
+CROSS := $(firstword $(subst -, ,$(TARGET)))-linux-gnu
+CROSS_PACKAGES := gcc-$(subst _,-,$(CROSS)) libc6-dev-$(patsubst aarch64,arm64,$(firstword $(subst -, ,$(TARGET))))-cross
+ifeq ($(origin CC),default)
+CC := $(CROSS)-gcc
+endif
+ifeq ($(origin AR),default)
+AR := $(CROSS)-ar
+endif
+export CC_$(subst -,_,$(TARGET)) := $(CC)
+export AR_$(subst -,_,$(TARGET)) := $(AR)
+export CARGO_TARGET_$(shell echo $(TARGET) | tr a-z- A-Z_)_LINKER := $(CC)
+HOST_LIBELF := $(CURDIR)/target/libelf/$(HOST)
+export LIBBPF_SYS_LIBRARY_PATH_$(subst -,_,$(HOST)) = $(HOST_LIBELF)/lib
+endif
+
 # Variables of `make install`. libbpf's own Makefile, which cargo runs, would install by them.
 unexport DESTDIR PREFIX SUFFIX
 MAKEOVERRIDES =
 
 FLAGS = --profile $(PROFILE) --locked --features static --target $(TARGET)
 
-BUILD_PACKAGES = clang gcc libc6-dev pkg-config
+BUILD_PACKAGES = clang gcc libc6-dev pkg-config $(CROSS_PACKAGES)
 LINT_PACKAGES  = python3-venv
 # For all end-to-end tests. scripts/prerequisites has what some of them need in addition.
 # From Debian 13 on, binutils has no dwp.
@@ -87,7 +106,11 @@ deps:
 	@found=$$(rustc -V 2>/dev/null | cut -d' ' -f2); printf '%s\n' $(RUST) "$$found" | sort -CV || { \
 		echo "make: Rust $(RUST) or later is needed, and $${found:-none} is installed; install it: https://rustup.rs" >&2; exit 1; }
 	@scripts/need $(BUILD_PACKAGES)
-	@CC="$(CC)" scripts/libelf "$(LIBELF)"
+	@CC="$(CC)" AR="$(AR)" scripts/libelf "$(LIBELF)"
+ifdef CROSS
+	@rustup target list --installed | grep -qx $(TARGET) || rustup target add $(TARGET)
+	@scripts/libelf "$(HOST_LIBELF)"
+endif
 
 demo: build
 	PROFILE=$(PROFILE) scripts/demo
@@ -224,4 +247,6 @@ clean:
 
 vmlinux:
 	@scripts/need bpftool
-	bpftool btf dump file /sys/kernel/btf/vmlinux format c >bpf/vmlinux/$(shell uname -m)/vmlinux.h
+	tests/vm/vmrun --arch $(ARCH) --kernel 6.18 --out target/btf -- 'cp /sys/kernel/btf/vmlinux /out'
+	mkdir -p bpf/vmlinux/$(ARCH)
+	bpftool btf dump file target/btf/vmlinux format c >bpf/vmlinux/$(ARCH)/vmlinux.h
