@@ -397,7 +397,7 @@ fn no_room_for_a_table() -> Result<()> {
             && unwinding["complete"] == 0,
         "{unwinding}"
     );
-    let said = "the tables of 1 files did not fit (raise --unwind-memory)";
+    let said = "the tables of 1 file (unwind-plugin.so) did not fit (raise --unwind-memory)";
     ensure!(ended.stderr.contains(said), "{}", ended.stderr);
     Ok(())
 }

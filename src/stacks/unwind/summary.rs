@@ -11,6 +11,7 @@ use super::Mode;
 use super::tables::Tables;
 use crate::bpf::types::{self, stack_end as End};
 use crate::print::output::{Output, Row};
+use crate::print::text;
 
 /// Maximum number of files that are named.
 const NAMED: usize = 3;
@@ -36,6 +37,9 @@ pub struct Summary {
     pub table_files: usize,
     /// Files whose tables did not fit.
     pub no_room: u64,
+    /// The names of these files, sorted.
+    #[serde(skip)]
+    no_room_names: Vec<String>,
     #[serde(skip)]
     mode: Mode,
     /// Files without unwind information, each with the number of stacks that ended in it; the largest number first.
@@ -79,7 +83,8 @@ impl Summary {
         if let Some(tables) = tables {
             summary.table_bytes = tables.bytes();
             summary.table_files = tables.files();
-            summary.no_room = tables.no_room();
+            summary.no_room_names = tables.no_room();
+            summary.no_room = summary.no_room_names.len() as u64;
             for key in missing.keys() {
                 let count = missing.lookup(&key, MapFlags::ANY)?.unwrap_or_default();
                 if let (Ok(key), Ok(count)) = (key.try_into(), count.try_into()) {
@@ -163,7 +168,8 @@ impl fmt::Display for Summary {
             Mode::Dwarf => "not walked, without tables",
             _ => "by frame pointers alone, without tables",
         };
-        let missing = format!("with no unwind info{}", self.named());
+        let missing = names_of(self.missing.iter().map(|(name, _)| name));
+        let missing = format!("with no unwind info{missing}");
         let reasons = [
             (self.by_frame_pointers_alone, without_tables),
             (depth, "deeper than the frame limit"),
@@ -183,31 +189,26 @@ impl fmt::Display for Summary {
         if self.no_room > 0 {
             write!(
                 f,
-                "; the tables of {} files did not fit (raise --unwind-memory)",
-                self.no_room
+                "; the tables of {}{} did not fit (raise --unwind-memory)",
+                text::count_with_noun(self.no_room, "file"),
+                names_of(self.no_room_names.iter())
             )?;
         }
         Ok(())
     }
 }
 
-impl Summary {
-    /// Formats the names of files without unwind information: ` (libfoo.so, libbar.so)`.
-    fn named(&self) -> String {
-        let mut names: Vec<&str> = self
-            .missing
-            .iter()
-            .map(|(name, _)| name.as_str())
-            .take(NAMED)
-            .collect();
-        if self.missing.len() > NAMED {
-            names.push("...");
-        }
-        if names.is_empty() {
-            String::new()
-        } else {
-            format!(" ({})", names.join(", "))
-        }
+/// Formats the first names of files: ` (libfoo.so, libbar.so)`.
+fn names_of<'a>(files: impl ExactSizeIterator<Item = &'a String>) -> String {
+    let more = files.len() > NAMED;
+    let mut names: Vec<&str> = files.take(NAMED).map(String::as_str).collect();
+    if more {
+        names.push("...");
+    }
+    if names.is_empty() {
+        String::new()
+    } else {
+        format!(" ({})", names.join(", "))
     }
 }
 
@@ -246,6 +247,10 @@ mod tests {
             summary.to_string(),
             "1000 user stacks, 99.0 % complete; incomplete: 10 with no unwind info (libfoo.so, libbar.so)"
         );
+        summary.no_room_names = vec!["cc1".into(), "ld".into()];
+        summary.no_room = 2;
+        let end = "; the tables of 2 files (cc1, ld) did not fit (raise --unwind-memory)";
+        assert!(summary.to_string().ends_with(end), "{summary}");
         summary.mode = Mode::Fp;
         assert!(summary.to_string().contains("(--unwind fp)"), "{summary}");
     }

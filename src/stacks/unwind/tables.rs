@@ -1,8 +1,9 @@
 //! The unwind tables of all files that were looked at, and what the BPF side knows of them.
 //!
 //! The rules of a file are stored once, whatever number of processes have it mapped, and published for all of them.
-//! When the memory is full, the files in which no rule was looked up for some time lose their tables. The other tables
-//! stay, whatever file needs memory.
+//! When the memory is full, the files in which no rule was looked up for some time lose their tables. If that is not
+//! enough, the tables that were used longest ago make space, but not those in use now: two programs that run at the same
+//! time would take the memory from each other again and again.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, Metadata};
@@ -39,6 +40,8 @@ const MAX_VDSO: u64 = 1 << 20;
 /// Time without a lookup after which a file's table may be dropped. BPF programs look up each file that they use at
 /// least every ten seconds.
 const UNUSED: Duration = Duration::from_secs(30);
+/// Time without a lookup after which a file's table may be dropped if the memory is needed for another one.
+const NOT_IN_USE: Duration = Duration::from_secs(1);
 /// Minimum time between two searches for unused tables.
 const COLLECT_AGAIN: Duration = Duration::from_secs(5);
 
@@ -60,8 +63,8 @@ pub(super) struct Tables {
     /// The skeleton's map `unwind_files`; None before load.
     entries: Option<MapHandle>,
     collected: Option<Instant>,
-    /// Files whose rules did not fit, now or before.
-    no_room: HashSet<FileKey>,
+    /// Files whose rules did not fit, now or before, with their names.
+    no_room: HashMap<FileKey, String>,
 }
 
 /// Identity of a file: device, inode, modification time in seconds and nanoseconds, size.
@@ -96,7 +99,7 @@ impl Tables {
             next_number: 1,
             entries: None,
             collected: None,
-            no_room: HashSet::new(),
+            no_room: HashMap::new(),
         }
     }
 
@@ -137,9 +140,11 @@ impl Tables {
         self.by_file_id.contains_key(&mapping.file_id())
     }
 
-    /// Returns the number of files whose rules did not fit.
-    pub(super) fn no_room(&self) -> u64 {
-        self.no_room.len() as u64
+    /// Returns the names of the files whose rules did not fit, now or before, sorted.
+    pub(super) fn no_room(&self) -> Vec<String> {
+        let mut names: Vec<_> = self.no_room.values().cloned().collect();
+        names.sort_unstable();
+        names
     }
 
     /// Returns the name of a file, followed by why it has no table if it cannot be parsed.
@@ -230,7 +235,7 @@ impl Tables {
         let Some(first) = self.put(&rules)? else {
             file.left_out = words > 0;
             if file.left_out {
-                self.no_room.insert(key);
+                self.no_room.insert(key, name.to_owned());
             }
             return Ok(Arc::new(file));
         };
@@ -264,7 +269,7 @@ impl Tables {
         if let Some(first) = self.store.allocate(words)? {
             return Ok(Some(first));
         }
-        self.collect()?;
+        self.collect(words)?;
         self.store.allocate(words)
     }
 
@@ -276,7 +281,7 @@ impl Tables {
             return Ok(());
         };
         self.store.wait_for_shards()?;
-        if publisher.file(file, code.entry())? == Published::NoRoom && self.collect()? {
+        if publisher.file(file, code.entry())? == Published::NoRoom && self.collect(0)? {
             // If there is still no space, stacks are flagged, and BPF programs request the file again.
             if let Some(publisher) = &self.publisher {
                 publisher.file(file, code.entry())?;
@@ -312,9 +317,10 @@ impl Tables {
         self.files.values().any(|file| file.left_out)
     }
 
-    /// Frees the tables of files that are no longer used. BPF programs request the files again whose rules did not fit.
-    /// Returns whether anything was freed.
-    pub(super) fn collect(&mut self) -> Result<bool> {
+    /// Frees the tables of files that are no longer used, and, until `words` words are freed, further tables that are
+    /// not in use now: those first that were used longest ago. BPF programs request the files again whose rules did not
+    /// fit. Returns whether anything was freed.
+    pub(super) fn collect(&mut self, words: usize) -> Result<bool> {
         let Some(entries) = &self.entries else {
             return Ok(false);
         };
@@ -324,15 +330,27 @@ impl Tables {
         }
         self.collected = Some(Instant::now());
         let now = clock::monotonic_ns();
-        let known = published(entries)?;
-        let is_used = |entry: &types::unwind_file| {
-            entry.used_ns.saturating_add(UNUSED.as_nanos() as u64) > now
-        };
-        let used: HashSet<u32> = known
-            .iter()
-            .filter(|(_, entry)| is_used(entry))
-            .map(|(_, entry)| entry.number)
+        let mut known = published(entries)?;
+        known.sort_unstable_by_key(|(_, entry)| entry.used_ns);
+        let sizes: HashMap<u32, usize> = self
+            .files
+            .values()
+            .map(|file| (file.number, file.words.len()))
             .collect();
+        let is_used_within = |time: Duration, entry: &types::unwind_file| {
+            entry.used_ns.saturating_add(time.as_nanos() as u64) > now
+        };
+        let is_used = |entry: &types::unwind_file| is_used_within(UNUSED, entry);
+        let mut freed = 0;
+        let mut used = HashSet::new();
+        for (_, entry) in &known {
+            let is_needed = freed < words && !is_used_within(NOT_IN_USE, entry);
+            if is_used(entry) && !is_needed {
+                used.insert(entry.number);
+            } else {
+                freed += sizes.get(&entry.number).copied().unwrap_or(0);
+            }
+        }
         let is_vdso = |key: &FileKey| key.1 == 0;
         let kept = |key: &FileKey, file: &StoredFile| {
             (used.contains(&file.number) && !file.left_out) || is_vdso(key)

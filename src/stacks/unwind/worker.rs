@@ -262,7 +262,7 @@ impl RequestHandler {
                 held.detach_mmap();
             }
         } else {
-            self.tables.collect()?;
+            self.tables.collect(0)?;
         }
         Ok(())
     }

@@ -46,6 +46,12 @@ fn know(known: &MapHandle, file: &StoredFile, used_ns: u64) {
     known.update(&key, entry, MapFlags::ANY).expect("an entry");
 }
 
+/// Returns the numbers of the published files.
+fn known_numbers(known: &MapHandle) -> Vec<u32> {
+    let entries = published(known).expect("it can be read");
+    entries.iter().map(|(_, entry)| entry.number).collect()
+}
+
 fn of(tables: &Tables, file: &File) -> Arc<StoredFile> {
     let key = key_of(&file.metadata().expect("a file"));
     Arc::clone(&tables.files[&key])
@@ -61,7 +67,7 @@ fn a_file_has_one_table_whoever_maps_it() {
         tables.preload("program", &program).expect("it is read");
         tables.preload("text", &text).expect("it is read");
     }
-    assert_eq!((tables.files(), tables.no_room()), (1, 0));
+    assert_eq!((tables.files(), tables.no_room().len()), (1, 0));
     let number = of(&tables, &program).number;
     assert_eq!(tables.name(number), "program");
     assert_eq!(tables.name(number + 17), "a file");
@@ -88,10 +94,11 @@ fn what_finds_no_room_is_left_out_until_others_make_some() {
     let files: Vec<File> = std::iter::repeat_with(program).take(200).collect();
     let full = files.iter().position(|file| {
         tables.preload("program", file).expect("it is read");
-        tables.no_room() > 0
+        !tables.no_room().is_empty()
     });
     let full = full.expect("a shard is not for 200 programs");
     assert!(full > 0, "the first finds room");
+    assert_eq!(tables.no_room(), ["program"]);
     let left_out = of(&tables, &files[full]);
     assert!(left_out.left_out && left_out.words.is_empty());
     assert_eq!(left_out.entry().pages, UNWIND_TABLE_LEFT_OUT);
@@ -103,11 +110,39 @@ fn what_finds_no_room_is_left_out_until_others_make_some() {
     know(&known, &second, 0);
     know(&known, &left_out, clock::monotonic_ns());
     tables.collected = None;
-    assert!(tables.collect().expect("it is collected"));
+    assert!(tables.collect(0).expect("it is collected"));
     assert_eq!(tables.files(), 1);
     let left: Vec<Vec<u8>> = known.keys().collect();
     assert_eq!(left, [u64::from(first.number).to_ne_bytes()]);
-    assert!(!tables.collect().expect("not so soon again"));
+    assert!(!tables.collect(0).expect("not so soon again"));
     tables.preload("program", &files[full]).expect("it is read");
     assert_eq!(of(&tables, &files[full]).words, second.words);
+}
+
+#[test]
+fn the_table_that_was_used_longest_ago_makes_room() {
+    let Some((mut tables, known)) = tables() else {
+        return;
+    };
+    let files: Vec<File> = std::iter::repeat_with(program).take(3).collect();
+    for file in &files {
+        tables.preload("program", file).expect("it is read");
+    }
+    let now = clock::monotonic_ns();
+    let stored: Vec<_> = files.iter().map(|file| of(&tables, file)).collect();
+    // All have been used in the last thirty seconds, and the last one is in use as long as the test runs.
+    know(&known, &stored[0], now - 5_000_000_000);
+    know(&known, &stored[1], now - 7_000_000_000);
+    know(&known, &stored[2], u64::MAX);
+    let freed = |tables: &mut Tables, words| {
+        tables.collected = None;
+        tables.collect(words).expect("it is collected")
+    };
+    assert!(!freed(&mut tables, 0), "nothing is needed");
+    assert!(freed(&mut tables, 1));
+    assert!(!known_numbers(&known).contains(&stored[1].number));
+    assert_eq!(tables.files(), 2);
+    assert!(freed(&mut tables, usize::MAX));
+    assert_eq!(known_numbers(&known), [stored[2].number], "it is in use");
+    assert!(!freed(&mut tables, usize::MAX));
 }
