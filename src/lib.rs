@@ -13,9 +13,10 @@
 //!
 //! Events that happen too often to be sent one by one are counted in the kernel. The handler unwinds the call stack,
 //! finds or makes the stack's id in the [stack table](stacks::table), and adds to the count of process and stack in
-//! one of two maps. For a report the tool switches the BPF program to the other map, reads and empties the first one
-//! ([`map_counts`](bpf::map_counts)), and symbolizes the stacks' frames ([`symbolize`](stacks::symbolize)). Events
-//! and stacks that a full map could not take are counted by reason in the kernel, and are reported beside the counts.
+//! one of two maps. When the map fills, and for a report, a thread switches the BPF program to the other map, and reads
+//! and empties the first one ([`map_counts`](bpf::map_counts)). The main thread symbolizes the stacks' frames
+//! ([`symbolize`](stacks::symbolize)) and prints: the other thread never waits for a reader of the output. Events and
+//! stacks that a full map could not take are counted by reason in the kernel, and are reported beside the counts.
 //!
 //! # Rooms
 //!

@@ -169,7 +169,7 @@ fn run(args: Args) -> Result<ExitCode> {
     };
     let filter = target.filter();
     let files = (exports, metrics);
-    StackCounts::new(maps, filter, symbolizer, unwinder, files, &args.stacks)?.run(
+    StackCounts::new(maps, filter, symbolizer, unwinder, files, &args.stacks).run(
         (poller, output),
         &args.common,
         &report,

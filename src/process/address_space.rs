@@ -269,6 +269,8 @@ pub struct AddressSpaces {
     files_met: u32,
     /// PIDs in the order in which their processes exited, each with the number of the last image.
     exited: VecDeque<(u32, u64)>,
+    /// Number of processes that have exited, including those that are forgotten.
+    exits: u64,
     images_made: u64,
     forgotten_processes: u64,
     forgotten_mappings: u64,
@@ -289,6 +291,7 @@ impl AddressSpaces {
             max_files: MAX_FILES,
             files_met: 0,
             exited: VecDeque::new(),
+            exits: 0,
             images_made: 0,
             forgotten_processes: 0,
             forgotten_mappings: 0,
@@ -470,15 +473,22 @@ impl AddressSpaces {
             return;
         };
         self.exited.push_back((pid, last.number));
+        self.exits += 1;
         if self.exited.len() > MAX_EXITED {
             self.forget_oldest();
             self.forgotten_processes += 1;
         }
     }
 
-    /// Forgets the images of all exited processes. To be called when all stacks of these processes are symbolized.
-    pub(crate) fn forget_exited(&mut self) {
-        while self.forget_oldest() {}
+    /// Returns the number of processes with images that have exited.
+    pub(crate) fn exits(&self) -> u64 {
+        self.exits
+    }
+
+    /// Forgets the images of the first `exits` processes that have exited. To be called when all stacks of these
+    /// processes are symbolized.
+    pub(crate) fn forget_exited(&mut self, exits: u64) {
+        while self.exits - (self.exited.len() as u64) < exits && self.forget_oldest() {}
     }
 
     fn forget_oldest(&mut self) -> bool {

@@ -7,14 +7,17 @@ use std::rc::Rc;
 use anyhow::{Context, Result};
 
 use crate::process::address_space::{AddressSpaces, CodeFile, Image, TrackedProcesses};
-use crate::process::mapping_log::MappingLog;
+use crate::process::mapping_log::{Change, MappingLog};
 use crate::process::members::Members;
 use crate::process::proc::Process;
 use crate::process::translator::{self, RunningTranslators};
 
 /// Code mappings of traced processes, current and earlier, and the binary translators among the processes.
 pub struct TracedCode {
-    log: MappingLog,
+    /// The kernel's log; None after [`TracedCode::take_log`].
+    log: Option<MappingLog>,
+    /// Number of changes that the log had lost when it was read last.
+    lost_changes: u64,
     pub(crate) spaces: AddressSpaces,
     /// Binary translators that have started; None until [`TracedCode::watch_translators`].
     translators: Option<RunningTranslators>,
@@ -50,7 +53,8 @@ impl TracedCode {
 
     fn of(wanted: TrackedProcesses) -> Result<Self> {
         Ok(Self {
-            log: MappingLog::start()?,
+            log: Some(MappingLog::start()?),
+            lost_changes: 0,
             spaces: AddressSpaces::of(wanted),
             translators: None,
             members: None,
@@ -80,15 +84,38 @@ impl TracedCode {
     /// Returns the file descriptor that [`Poller::watch_mappings`](crate::run::poll::Poller::watch_mappings) waits for.
     ///
     /// # Errors
-    /// If there are no file descriptors left.
+    /// If there are no file descriptors left, or another thread reads the log.
     pub fn descriptor(&self) -> Result<OwnedFd> {
-        let log = self.log.as_fd().try_clone_to_owned();
+        let log = self.log.as_ref().context("the log of mappings was taken")?;
+        let log = log.as_fd().try_clone_to_owned();
         log.context("failed to monitor the log of mappings")
+    }
+
+    /// Returns the log, for a thread that reads it from now on. Its changes then come by [`TracedCode::apply`].
+    ///
+    /// # Errors
+    /// If the log was taken already.
+    pub(crate) fn take_log(&mut self) -> Result<MappingLog> {
+        self.log.take().context("the log of mappings was taken")
     }
 
     /// Reads new mappings from the log.
     pub fn refresh(&mut self) {
-        for change in self.log.drain() {
+        if let Some(log) = &mut self.log {
+            let changes = log.drain();
+            self.lost_changes = log.lost();
+            self.apply(changes);
+        }
+    }
+
+    /// Notes how many changes the log has lost, where another thread reads it.
+    pub(crate) fn set_lost_changes(&mut self, lost: u64) {
+        self.lost_changes = lost;
+    }
+
+    /// Applies changes from the log, in order of time.
+    pub(crate) fn apply(&mut self, changes: impl IntoIterator<Item = Change>) {
+        for change in changes {
             if let Some(translators) = &mut self.translators {
                 translators.note(&change);
             }
@@ -138,9 +165,14 @@ impl TracedCode {
         image.map_or_else(Vec::new, |image| image.files().collect())
     }
 
-    /// Forgets the processes that had exited at the last refresh. Call it when all their stacks are symbolized.
-    pub(crate) fn forget_exited(&mut self) {
-        self.spaces.forget_exited();
+    /// Returns the number of processes that have exited, as of the last refresh.
+    pub(crate) fn exits(&self) -> u64 {
+        self.spaces.exits()
+    }
+
+    /// Forgets the first `exits` processes that have exited. Call it when all their stacks are symbolized.
+    pub(crate) fn forget_exited(&mut self, exits: u64) {
+        self.spaces.forget_exited(exits);
     }
 
     /// Returns the files from which the followed processes execute code, as of the last refresh, each with its process.
@@ -182,7 +214,7 @@ impl TracedCode {
     /// Describes the mappings that were lost, a phrase for each reason.
     pub(crate) fn losses(&self) -> Vec<String> {
         let losses = [
-            (self.log.lost(), "missed", "mappings, made too fast"),
+            (self.lost_changes, "missed", "mappings, made too fast"),
             (
                 self.spaces.forgotten_processes(),
                 "forgot",

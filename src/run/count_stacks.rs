@@ -1,22 +1,21 @@
-//! Counts by process and stack, which `bpf/include/stack_count.bpf.h` keeps in the kernel. User space takes the
-//! counts whenever the kernel's maps fill, and adds them up until they are reported.
+//! Counts by process and stack, which `bpf/include/stack_count.bpf.h` keeps in the kernel. A thread takes the counts
+//! whenever the kernel's maps fill (`collector`). The main thread adds them up until they are reported.
 
+mod collector;
 mod options;
 mod report;
 
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::mem;
-use std::time::Instant;
+use std::thread;
 
 use anyhow::Result;
-use libbpf_rs::{Link, MapCore, Object};
+use libbpf_rs::{Link, MapCore, MapHandle, Object};
 
-use self::options::{MAX_IN_KERNEL, MAX_STACKS};
-use crate::bpf::fill_level::{self, FillLevel, Table, TableUsage};
-use crate::bpf::map_counts::Counts;
-use crate::bpf::ring::Events;
-use crate::bpf::{attach, types};
+use self::collector::{Collected, Collector, KernelMaps};
+use self::options::MAX_STACKS;
+use crate::bpf::attach;
 use crate::export::files::Exports;
 use crate::export::folded::Folded;
 use crate::export::metrics::{Family, Metrics};
@@ -24,7 +23,6 @@ use crate::export::profile::ValueType;
 use crate::export::text::{BlockStyle, block};
 use crate::print::clock::{self, Clock};
 use crate::print::output::{Format, Output};
-use crate::print::text;
 use crate::print::timeline::{self, Unit};
 use crate::process::container::{self, CgroupInfo, CgroupResolver};
 use crate::process::filter::Filter;
@@ -33,10 +31,10 @@ use crate::run::losses::Losses;
 use crate::run::poll::Poller;
 use crate::run::priority;
 use crate::run::schedule::{Due, Reports};
-use crate::run::stack_sums::{Count, Hash128Builder, Key, LOST_STACK, Sums, largest};
+use crate::run::stack_sums::{self, Count, Hash128Builder, Key, LOST_STACK, Sums, largest};
 use crate::stacks::named::{NamedStack, Part};
 use crate::stacks::symbolize::Symbolizer;
-use crate::stacks::table::{StackMaps, Stacks};
+use crate::stacks::table::{ReadStacks, StackMaps, StackSource as _};
 use crate::stacks::unwind::Unwinder;
 
 pub use options::{StackCountArgs, Weight};
@@ -112,12 +110,10 @@ impl StackReport<'_> {
 
 /// Reader of the counts, which prints what was counted since the last report.
 pub struct StackCounts<'map, M> {
-    counts: Counts<'map, M, types::stack_count_key, types::stack_count>,
-    fill_level: FillLevel,
-    requests: &'map M,
-    object: &'map Object,
+    maps: StackCountMaps<'map, M>,
     filter: &'map Filter,
-    stacks: Stacks<'map, M>,
+    /// Stacks of the counts that were taken from the collector, until they are symbolized.
+    stacks: ReadStacks,
     cgroup_resolver: CgroupResolver<'map>,
     symbolizer: Symbolizer,
     /// The unwinder, if there are user stacks.
@@ -132,8 +128,8 @@ pub struct StackCounts<'map, M> {
     without_stack: u64,
     /// Counts of each process since the last report, if there are a timeline or metrics.
     processes: Option<HashMap<(u32, String), Count>>,
-    /// When the counts were collected last.
-    collected: Instant,
+    /// Number of exited processes whose counts have all been taken from the collector.
+    exits: u64,
     /// Events that were not counted, as of the last report.
     reported_lost: u64,
     /// Whether there was a report.
@@ -188,9 +184,6 @@ macro_rules! stack_count_maps {
 
 impl<'map, M: MapCore> StackCounts<'map, M> {
     /// Creates a reader of these maps, with empty sums.
-    ///
-    /// # Errors
-    /// If the maps that say how full the tables are cannot be mapped.
     pub fn new(
         maps: StackCountMaps<'map, M>,
         filter: &'map Filter,
@@ -198,39 +191,26 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         unwinder: Option<Unwinder>,
         (exports, metrics): (Exports, Metrics),
         args: &StackCountArgs,
-    ) -> Result<Self> {
+    ) -> Self {
         symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
-        let [counts, a, b] = maps.counts;
-        let (counts, fill_level) = (
-            Counts::new(counts, a, b),
-            FillLevel::new(maps.stacks.fill_levels, Table::Counts)?,
-        );
-        fill_level.reset(
-            fill_level.used()?,
-            fill_level::growth_threshold(0, counts.entries()),
-        )?;
-        let max_stacks = args.stack_storage_size.unwrap_or(MAX_STACKS);
-        Ok(Self {
-            counts,
-            fill_level,
-            requests: maps.requests,
-            object: maps.object,
-            filter,
-            stacks: Stacks::new(maps.stacks, max_stacks.min(MAX_IN_KERNEL))?,
+        Self {
             cgroup_resolver: CgroupResolver::new(maps.cgroup_paths),
+            maps,
+            filter,
+            stacks: ReadStacks::default(),
             symbolizer,
             unwinder,
             exports,
             metrics,
             sums: Sums::default(),
             places: Hash128Builder::default(),
-            max_stacks,
+            max_stacks: args.stack_storage_size.unwrap_or(MAX_STACKS),
             without_stack: 0,
             processes: None,
-            collected: Instant::now(),
+            exits: 0,
             reported_lost: 0,
             has_reported: false,
-        })
+        }
     }
 
     /// Prints a report at each interval, and a last one when the probes have been detached at the end. Then prints
@@ -240,6 +220,28 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     /// If a map cannot be read, or the output cannot be written to.
     pub fn run(
         mut self,
+        streams: (Poller<'_>, Output),
+        common: &CommonArgs,
+        report: &StackReport<'_>,
+        links: Vec<Link>,
+        print: impl FnMut(&mut Self, &mut Output) -> Result<()>,
+    ) -> Result<()>
+    where
+        for<'a> MapHandle: TryFrom<&'a M, Error = libbpf_rs::Error>,
+    {
+        let maps = KernelMaps::open(&self.maps)?;
+        let log = self.symbolizer.code.take_log()?;
+        let collector = Collector::new(&maps, log, self.max_stacks)?;
+        priority::raise();
+        thread::scope(|scope| {
+            let _running = collector.start(scope)?;
+            self.report_until_end(&collector, streams, common, report, links, print)
+        })
+    }
+
+    fn report_until_end(
+        mut self,
+        collector: &Collector<'_>,
         (mut poller, mut output): (Poller<'_>, Output),
         common: &CommonArgs,
         report: &StackReport<'_>,
@@ -247,47 +249,33 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         mut print: impl FnMut(&mut Self, &mut Output) -> Result<()>,
     ) -> Result<()> {
         let args = report.args;
-        let mappings = self.symbolizer.code.descriptor()?;
-        let requests: Events<u32> = Events::new(self.requests)?;
-        priority::raise();
-        poller.watch_mappings(&mappings);
-        poller.watch(&requests);
+        poller.watch(collector);
         self.symbolizer.code.read_running_processes();
         let by_process = output.has_timeline() || self.metrics.is_enabled();
         self.processes = by_process.then(HashMap::new);
         self.exports.begin();
         let deadline = common.deadline();
-        // Many events may have been counted since the probes went live.
-        if self.fill_level.needs_growth()? {
-            self.collect(report, true)?;
-        }
         let mut reports = Reports::start(&mut poller, args.interval(), args.count, deadline)?;
         loop {
             let (wake, due) = reports.wait(&mut poller)?;
-            if wake.mappings {
-                self.symbolizer.refresh();
-            }
-            let table_request = wake.is_ready(&requests);
-            if table_request {
-                requests.drain()?;
-            }
             match due {
-                Due::Nothing if table_request => self.collect(report, true)?,
+                Due::Nothing if wake.is_ready(collector) => {
+                    self.add_collected(report, collector.take()?)?;
+                }
                 Due::Nothing => {}
                 Due::Report => {
-                    self.collect(report, true)?;
+                    self.add_collected(report, collector.collect(true)?)?;
                     print(&mut self, &mut output)?;
                     self.write_process_counts(report, &mut output);
                     self.losses()?.measure(&mut self.metrics);
                     self.metrics.write_if_due();
-                    self.stacks.forget_read();
-                    self.symbolizer.code.forget_exited();
+                    self.forget_symbolized();
                 }
                 Due::Last => break,
             }
         }
         attach::detach(links);
-        self.collect(report, false)?;
+        self.add_collected(report, collector.collect(false)?)?;
         print(&mut self, &mut output)?;
         self.write_process_counts(report, &mut output);
         self.losses()?.measure(&mut self.metrics);
@@ -317,54 +305,47 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             .collect()
     }
 
-    /// Takes the counts out of the kernel's maps.
-    ///
-    /// If the run goes on, maps that filled too fast are replaced by larger ones.
-    fn collect(&mut self, report: &StackReport<'_>, goes_on: bool) -> Result<()> {
-        // All counts of a process that has exited by now are among the counts taken below.
-        self.symbolizer.refresh();
-        if goes_on {
-            self.renew_tables()?;
+    /// Adds what was collected to the sums.
+    fn add_collected(&mut self, report: &StackReport<'_>, mut collected: Collected) -> Result<()> {
+        let later = collected.changes.split_off(collected.settled.unwrap_or(0));
+        self.symbolizer.code.apply(collected.changes);
+        if collected.settled.is_some() {
+            self.exits = self.symbolizer.code.exits();
         }
-        // Source lines are looked up only for the final sums: during a lookup more events come than the maps can
-        // take.
+        self.symbolizer.code.apply(later);
+        self.symbolizer
+            .code
+            .set_lost_changes(collected.lost_changes);
+        self.symbolizer.refresh();
+        self.without_stack += collected.without_stack;
+        self.stacks.extend(collected.stacks);
+        // Source lines are looked up only for the final sums.
         let by_line = report.by_line() && !self.symbolizer.shows_lines();
-        for (key, value) in self.counts.take()? {
-            let key = Key {
-                user: key.user,
-                kernel: key.kernel,
-                pid: key.pid,
-                comm: text::from_c(&key.comm),
-            };
-            let count = Count {
-                events: value.events,
-                bytes: value.bytes,
-                cgroup: value.cgroup,
-            };
+        for (key, count) in collected.counts {
             if let Some(processes) = &mut self.processes {
-                let sum = processes.entry((key.pid, key.comm.clone())).or_default();
-                sum.events += count.events;
-                sum.bytes += count.bytes;
-                sum.cgroup = count.cgroup;
-            }
-            if !by_line || self.exports.is_enabled() {
-                let whole = self.add(&key, count)?;
-                // By line, add_line() counts the loss.
-                if !whole && !by_line {
-                    self.without_stack += count.events;
-                }
+                *processes.entry((key.pid, key.comm.clone())).or_default() += count;
             }
             if by_line {
                 self.add_line(report, &key, count)?;
             }
+            if !by_line || self.exports.is_enabled() {
+                let is_whole = stack_sums::add(&mut self.sums.counts, key, count, self.max_stacks);
+                // By line, add_line() counts the loss.
+                if !is_whole && !by_line {
+                    self.without_stack += count.events;
+                }
+            }
         }
-        // Nothing in the kernel refers to a stack of the previous table any more.
-        self.stacks.keep([])?;
         if by_line && !self.exports.is_enabled() {
-            self.stacks.forget_read();
-            self.symbolizer.code.forget_exited();
+            self.forget_symbolized();
         }
         Ok(())
+    }
+
+    /// Forgets the stacks that are symbolized, and the processes that have no other ones.
+    fn forget_symbolized(&mut self) {
+        self.stacks.clear();
+        self.symbolizer.code.forget_exited(self.exits);
     }
 
     /// Adds what processes did since the last report to the timeline and to the metrics, if there are any.
@@ -394,29 +375,6 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 output.count(&count);
             }
         }
-    }
-
-    /// Replaces the tables that have filled, the table of stacks first: a count may refer to the old table of stacks
-    /// or to the new one.
-    fn renew_tables(&mut self) -> Result<()> {
-        if self.stacks.needs_growth()? {
-            self.stacks.renew()?;
-        }
-        let now = Instant::now();
-        let filled = TableUsage {
-            entries: self.counts.entries(),
-            used: self.fill_level.used()?,
-            kept: 0,
-            age: now - mem::replace(&mut self.collected, now),
-        };
-        if self.fill_level.needs_growth()? {
-            self.counts
-                .enlarge(filled.next_capacity(self.max_stacks.min(MAX_IN_KERNEL)))?;
-        }
-        self.fill_level.reset(
-            0,
-            fill_level::growth_threshold(0, self.counts.next_entries()),
-        )
     }
 
     fn add_line(&mut self, report: &StackReport<'_>, key: &Key, count: Count) -> Result<()> {
@@ -468,19 +426,6 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         Ok(known.then(|| hasher.finish_wide()))
     }
 
-    /// Adds to the key's count. Returns false if the stacks had to be omitted.
-    fn add(&mut self, key: &Key, count: Count) -> Result<bool> {
-        // The stacks are symbolized when they are printed. By then the table may have been replaced, so they are read
-        // now.
-        self.stacks.get(key.user)?;
-        self.stacks.get(key.kernel)?;
-        let has_room = self.sums.has_room_for(key, self.max_stacks);
-        let key = key.clone();
-        let key = if has_room { key } else { key.without_stacks() };
-        self.sums.add(key, count);
-        Ok(has_room)
-    }
-
     /// Symbolizes the two stacks of a key.
     fn named(&mut self, key: &Key) -> Result<NamedStack> {
         NamedStack::read(&key.ids(), &mut self.stacks, &mut self.symbolizer)
@@ -488,12 +433,12 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
 
     /// Returns the losses since the start.
     fn losses(&self) -> Result<Losses> {
-        Ok(Losses::of(self.object, self.filter)?.add_lost_stacks(self.without_stack))
+        Ok(Losses::of(self.maps.object, self.filter)?.add_lost_stacks(self.without_stack))
     }
 
     /// Reports at the end what could not be counted or symbolized.
     fn report_losses(&self, output: &mut Output) -> Result<()> {
-        self.losses()?.report_self(self.object, output)?;
+        self.losses()?.report_self(self.maps.object, output)?;
         self.symbolizer.report_losses();
         Ok(())
     }

@@ -7,6 +7,7 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
 use std::mem;
+use std::ops::AddAssign;
 use std::rc::Rc;
 
 use crate::run::count_stacks::Weight;
@@ -67,6 +68,14 @@ pub(crate) struct Count {
     pub(crate) cgroup: u64,
 }
 
+impl AddAssign for Count {
+    fn add_assign(&mut self, later: Self) {
+        self.events += later.events;
+        self.bytes += later.bytes;
+        self.cgroup = later.cgroup;
+    }
+}
+
 impl Count {
     pub(crate) fn weight(self, weight: Weight) -> u64 {
         match weight {
@@ -74,6 +83,15 @@ impl Count {
             Weight::Bytes => self.bytes,
         }
     }
+}
+
+/// Adds to the key's count. If there are `most` keys already, a new key's stacks are omitted. Returns whether the key
+/// has kept its stacks. Keys without stacks are always added.
+pub(crate) fn add(counts: &mut HashMap<Key, Count>, key: Key, count: Count, most: u32) -> bool {
+    let is_whole = counts.len() < most as usize || !key.has_stacks() || counts.contains_key(&key);
+    let key = if is_whole { key } else { key.without_stacks() };
+    *counts.entry(key).or_default() += count;
+    is_whole
 }
 
 /// Makes hashes of 128 bits. Two things with equal hashes are taken for the same thing.
@@ -223,19 +241,6 @@ impl Sums {
         true
     }
 
-    /// Whether the counts can take this key, if they may have `most` keys. They always take a key without stacks.
-    pub(crate) fn has_room_for(&self, key: &Key, most: u32) -> bool {
-        self.counts.len() < most as usize || !key.has_stacks() || self.counts.contains_key(key)
-    }
-
-    /// Adds to the key's count.
-    pub(crate) fn add(&mut self, key: Key, count: Count) {
-        let sum = self.counts.entry(key).or_default();
-        sum.events += count.events;
-        sum.bytes += count.bytes;
-        sum.cgroup = count.cgroup;
-    }
-
     /// Returns the sums, and begins anew with empty ones.
     pub(crate) fn take(&mut self) -> Self {
         mem::take(self)
@@ -301,7 +306,7 @@ mod tests {
 
     #[test]
     fn what_has_no_room_loses_its_stack_and_not_its_count() {
-        let mut sums = Sums::default();
+        let mut counts = HashMap::new();
         let key = |user| Key {
             user,
             kernel: NO_STACK,
@@ -313,15 +318,12 @@ mod tests {
             bytes: 5,
             cgroup: 9,
         };
-        sums.add(key(100), count);
-        assert!(sums.has_room_for(&key(100), 1) && !sums.has_room_for(&key(101), 1));
-        let lost = key(101).without_stacks();
-        assert_eq!(lost, key(LOST));
-        sums.add(lost.clone(), count);
-        sums.add(lost, count);
-        assert_eq!(sums.counts[&key(LOST)].events, 6);
-        assert_eq!(sums.take().counts.len(), 2);
-        assert!(sums.counts.is_empty());
+        assert!(add(&mut counts, key(100), count, 1) && add(&mut counts, key(100), count, 1));
+        assert!(!add(&mut counts, key(101), count, 1) && !add(&mut counts, key(102), count, 1));
+        assert_eq!(key(101).without_stacks(), key(LOST));
+        assert_eq!(counts[&key(LOST)], counts[&key(100)]);
+        assert_eq!(counts[&key(LOST)].events, 6);
+        assert_eq!(counts.len(), 2);
     }
 
     #[test]
@@ -333,9 +335,9 @@ mod tests {
             pid,
             comm: "kswapd0".into(),
         };
-        sums.add(key(100, 7), Count::default());
+        let mut add = |key| super::add(&mut sums.counts, key, Count::default(), 1);
         assert!(!key(NO_STACK, 8).has_stacks() && key(100, 8).has_stacks());
-        assert!(sums.has_room_for(&key(NO_STACK, 8), 1) && !sums.has_room_for(&key(100, 8), 1));
+        assert!(add(key(100, 7)) && add(key(NO_STACK, 8)) && !add(key(100, 8)));
 
         let line = |text: &str| (text.to_owned(), None);
         assert!(sums.add_line(line("p;main"), None, 7, Some(1)));

@@ -5,13 +5,12 @@ use std::fmt;
 use std::rc::Rc;
 
 use anyhow::Result;
-use libbpf_rs::MapCore;
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
 use crate::code::lines::SourceLine;
 use crate::process::address_space::MappedCode;
-use crate::stacks::table::{Stack, Stacks};
+use crate::stacks::table::{Stack, StackSource};
 
 /// Kind of code that a frame executes.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -371,9 +370,9 @@ impl NamedStack {
     ///
     /// # Errors
     /// If the table of stacks cannot be read.
-    pub fn read<M: MapCore>(
+    pub fn read(
         ids: &StackIds<'_>,
-        stacks: &mut Stacks<'_, M>,
+        stacks: &mut impl StackSource,
         names: &mut impl Symbolize,
     ) -> Result<Self> {
         let mut part = |id: Option<u64>| -> Result<Option<Part>> {

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::mem;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, AsRawFd};
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -148,6 +148,16 @@ impl WalkEnd {
 }
 
 impl Stack {
+    /// The stack of an event that has none: it has no frame.
+    fn none() -> Self {
+        Self {
+            side: Side::User,
+            frames: Vec::new(),
+            end: WalkEnd::Root,
+            checked: true,
+        }
+    }
+
     /// Returns an address within the instruction of each native frame, innermost first.
     pub fn instructions(&self) -> impl Iterator<Item = u64> + Clone {
         self.frames.iter().filter_map(|place| place.instruction())
@@ -214,6 +224,63 @@ pub struct StackMaps<'map, M> {
     pub fill_levels: &'map M,
 }
 
+/// Source of stacks by their ids.
+pub trait StackSource {
+    /// Returns the stack with this id, or None if the stack was lost.
+    ///
+    /// # Errors
+    /// If the stack cannot be read.
+    fn get(&mut self, id: u64) -> Result<Option<Arc<Stack>>>;
+}
+
+impl<M: MapCore> StackSource for Stacks<'_, M> {
+    fn get(&mut self, id: u64) -> Result<Option<Arc<Stack>>> {
+        Stacks::get(self, id)
+    }
+}
+
+/// Stacks that were read from a table which may have been replaced since.
+#[derive(Debug)]
+pub(crate) struct ReadStacks {
+    stacks: HashMap<u64, Arc<Stack>>,
+    none: Arc<Stack>,
+}
+
+impl Default for ReadStacks {
+    fn default() -> Self {
+        Self {
+            stacks: HashMap::new(),
+            none: Arc::new(Stack::none()),
+        }
+    }
+}
+
+impl ReadStacks {
+    /// Adds stacks, each with its id.
+    pub(crate) fn extend(&mut self, stacks: HashMap<u64, Arc<Stack>>) {
+        if self.stacks.is_empty() {
+            self.stacks = stacks;
+        } else {
+            self.stacks.extend(stacks);
+        }
+    }
+
+    /// Forgets all stacks.
+    pub(crate) fn clear(&mut self) {
+        self.stacks = HashMap::new();
+    }
+}
+
+impl StackSource for ReadStacks {
+    fn get(&mut self, id: u64) -> Result<Option<Arc<Stack>>> {
+        let stack = match id {
+            NO_STACK => Some(&self.none),
+            _ => self.stacks.get(&id),
+        };
+        Ok(stack.cloned())
+    }
+}
+
 /// The table of stacks, which is read by id and renewed before it is full.
 ///
 /// A renewal ([`Stacks::renew`]) replaces the map with an empty one. [`Stacks::keep`] then copies the stacks that are
@@ -237,8 +304,8 @@ pub struct Stacks<'map, M> {
     lost: HashSet<u64>,
     /// Number of stacks that did not fit, over all renewals.
     lost_count: u64,
-    known: HashMap<u64, Rc<Stack>>,
-    none: Rc<Stack>,
+    known: HashMap<u64, Arc<Stack>>,
+    none: Arc<Stack>,
 }
 
 /// Map that has been replaced, to which BPF programs add no more stacks.
@@ -253,12 +320,6 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     /// # Errors
     /// If the map that says how full the table is cannot be mapped.
     pub fn new(maps: StackMaps<'map, M>, max_entries: u32) -> Result<Self> {
-        let none = Stack {
-            side: Side::User,
-            frames: Vec::new(),
-            end: WalkEnd::Root,
-            checked: true,
-        };
         let stacks = Self {
             fill_level: FillLevel::new(maps.fill_levels, Table::Stacks)?,
             current: None,
@@ -270,7 +331,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             lost: HashSet::new(),
             lost_count: 0,
             known: HashMap::new(),
-            none: Rc::new(none),
+            none: Arc::new(Stack::none()),
             maps,
         };
         let used = stacks.fill_level.used()?;
@@ -284,15 +345,15 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     ///
     /// # Errors
     /// If the table cannot be read, or has an entry of another size.
-    pub fn get(&mut self, id: u64) -> Result<Option<Rc<Stack>>> {
+    pub fn get(&mut self, id: u64) -> Result<Option<Arc<Stack>>> {
         if id == NO_STACK {
-            return Ok(Some(Rc::clone(&self.none)));
+            return Ok(Some(Arc::clone(&self.none)));
         }
         if id == LOST {
             return Ok(None);
         }
         if let Some(stack) = self.known.get(&id) {
-            return Ok(Some(Rc::clone(stack)));
+            return Ok(Some(Arc::clone(stack)));
         }
         let Some(bytes) = self.entry(id)? else {
             return Ok(None);
@@ -303,8 +364,8 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             rest => self.entry(rest)?,
         };
         let rest = rest.as_deref().map(types::view).transpose()?;
-        let stack = Rc::new(Stack::read(entry, rest));
-        self.known.insert(id, Rc::clone(&stack));
+        let stack = Arc::new(Stack::read(entry, rest));
+        self.known.insert(id, Arc::clone(&stack));
         Ok(Some(stack))
     }
 

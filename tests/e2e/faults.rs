@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use libbpf_rs::query::MapInfoIter;
 use libbpf_rs::{MapCore, MapHandle, MapType};
 use libtest_mimic::Trial;
+use nix::sys::signal::Signal;
 
 use crate::harness::{self, Tool, ToolOutput, Workload, workload};
 use crate::pressure::Setting;
@@ -28,6 +29,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_command_is_traced_from_its_start,
         intervals_add_up,
         any_number_of_stacks_is_counted,
+        what_is_counted_while_a_report_waits_for_its_reader,
         json_agrees [Once],
         a_process_that_exits_ends_it,
         its_own_faults_are_left_out_and_told,
@@ -275,6 +277,37 @@ fn any_number_of_stacks_is_counted() -> Result<()> {
     ensure!(ended.status.success(), "{ended:?}");
     let stacks = ended.stdout.lines().filter(|line| line.contains(";down 1"));
     ensure!(stacks.count() == ROUNDS * PAGES, "{}", ended.stderr);
+    ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
+    Ok(())
+}
+
+/// While nobody reads the first report, more stacks are counted than any map has the capacity for.
+fn what_is_counted_while_a_report_waits_for_its_reader() -> Result<()> {
+    const ROUNDS: usize = 11;
+    const PAGES: usize = 2003;
+    let (pages, rounds) = (PAGES.to_string(), ROUNDS.to_string());
+    let mut program = Workload::start("minor", &[&pages, "stacks", &rounds])?;
+    let pid = program.pid();
+    let mut tool = Tool::start("faults", &["-j", "-p", &pid])?;
+    tool.wait_for_stderr(READY)?;
+    program.round(false)?;
+    let stalled = tool.stall_output()?;
+    tool.signal(Signal::SIGUSR1)?;
+    tool.wait_for_full_pipe()?;
+    for round in 2..=ROUNDS {
+        program.round(round == ROUNDS)?;
+        let pid = pid.parse()?;
+        harness::eventually("the maps are emptied", || {
+            Ok(has_room(pid) && has_room_for_stacks(tool.pid())?)
+        })?;
+    }
+    drop(stalled);
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let rows = ended.objects()?;
+    let stacks = rows.iter().filter(|row| row["type"] == "stack");
+    let of_rounds = stacks.filter(|row| row["user_frames"][0]["symbol"] == "down");
+    ensure!(of_rounds.count() == ROUNDS * PAGES, "{}", ended.stderr);
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
     Ok(())
 }

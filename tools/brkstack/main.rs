@@ -109,7 +109,7 @@ fn run(args: Args) -> Result<ExitCode> {
             unwinder,
             (exports, metrics),
             &args.stacks,
-        )?;
+        );
         count_stacks(&args, counts, links, (poller, output))?;
     }
     target.finish()

@@ -10,7 +10,7 @@ mod probes;
 
 use std::collections::HashSet;
 use std::process::ExitCode;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::bpf::types::{block, cache, kind as Kind, total};
@@ -173,7 +173,7 @@ impl Source for Kernel<'_> {
         NamedStack::read(&ids, &mut self.stacks, &mut self.names)
     }
 
-    fn stack(&mut self, key: StackKey) -> Result<Option<Rc<Stack>>> {
+    fn stack(&mut self, key: StackKey) -> Result<Option<Arc<Stack>>> {
         self.stacks.get(key.stack)
     }
 

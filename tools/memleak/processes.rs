@@ -30,7 +30,7 @@ mod upkeep;
 use std::collections::{HashMap, HashSet};
 use std::mem;
 use std::process::ExitCode;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Instant;
 
 use self::bpf::types::{event, event_kind as Kind, total_key};
@@ -285,7 +285,7 @@ impl Source for Processes<'_> {
         NamedStack::read(&ids, &mut self.stacks, &mut self.symbolizer)
     }
 
-    fn stack(&mut self, key: StackKey) -> Result<Option<Rc<Stack>>> {
+    fn stack(&mut self, key: StackKey) -> Result<Option<Arc<Stack>>> {
         self.stacks.get(key.stack)
     }
 

@@ -2,7 +2,7 @@
 //! ([`kernel`](crate::kernel)). Reports are made in the same way for both ([`reporter`](crate::reporter)).
 
 use std::collections::HashMap;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -36,7 +36,7 @@ pub(crate) trait Source {
     fn symbolize(&mut self, key: StackKey) -> Result<NamedStack>;
 
     /// Returns the stack of a key as the kernel recorded it. Returns None if the stack was lost.
-    fn stack(&mut self, key: StackKey) -> Result<Option<Rc<Stack>>>;
+    fn stack(&mut self, key: StackKey) -> Result<Option<Arc<Stack>>>;
 
     /// Returns what reports group by, with the number of groups.
     fn groups(&self, count: usize) -> Groups {

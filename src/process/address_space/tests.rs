@@ -140,12 +140,18 @@ fn who_has_exited_can_be_forgotten_without_loss() {
     let mut spaces = AddressSpaces::of(TrackedProcesses::All);
     spaces.apply(mapped(PID, 0x1000, "/bin/old"));
     spaces.apply(mapped(PID + 1, 0x1000, "/bin/sh"));
+    spaces.apply(mapped(PID + 2, 0x1000, "/bin/later"));
     spaces.apply(Change::Exited(PID));
+    let exits = spaces.exits();
     spaces.apply(Change::Forked(PID + 1, PID));
     spaces.apply(mapped(PID, 0x2000, "/bin/new"));
-    spaces.forget_exited();
+    spaces.apply(Change::Exited(PID + 2));
+    spaces.forget_exited(exits);
     assert_eq!(at(&mut spaces, PID, &[0x1000]), ["sh"]);
     assert_eq!(at(&mut spaces, PID, &[0x2000]), ["new"]);
+    assert_eq!(at(&mut spaces, PID + 2, &[0x1000]), ["later"]);
+    spaces.forget_exited(spaces.exits());
+    assert_eq!(at(&mut spaces, PID + 2, &[0x1000]), [""]);
     assert_eq!(spaces.forgotten_processes(), 0);
 }
 

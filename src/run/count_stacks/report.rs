@@ -113,7 +113,7 @@ impl<M: MapCore> StackCounts<'_, M> {
 
     /// Returns the events since the last report that were not counted, as a map was full.
     fn uncounted(&mut self) -> Result<u64> {
-        let lost = Losses::counted(self.object)?.entries;
+        let lost = Losses::counted(self.maps.object)?.entries;
         let told = mem::replace(&mut self.reported_lost, lost);
         Ok(lost - told)
     }

@@ -7,11 +7,11 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::sys::signal::Signal;
 use regex_lite::Regex;
 use serde_json::Value;
@@ -259,6 +259,20 @@ impl Tool {
             );
             thread::sleep(Duration::from_millis(5));
         }
+    }
+
+    /// Stops reading the tool's output until the returned value is dropped.
+    pub(crate) fn stall_output(&self) -> Result<MutexGuard<'_, Vec<u8>>> {
+        let stalled = self.stdout.lock();
+        stalled.map_err(|_| anyhow!("the reader has panicked"))
+    }
+
+    /// Waits until the tool's main thread waits for the reader of its output, which is stalled.
+    pub(crate) fn wait_for_full_pipe(&self) -> Result<()> {
+        let call = format!("/proc/{}/syscall", self.pid());
+        super::eventually("its main thread waits in write(1)", || {
+            Ok(fs::read_to_string(&call)?.starts_with("1 0x1 "))
+        })
     }
 
     /// Returns the complete lines that the tool has printed so far.
