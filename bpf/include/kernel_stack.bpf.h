@@ -12,13 +12,23 @@
 
 /* Limit of the kernel's walk of its own stacks, unless kernel.perf_event_max_stack was changed. */
 #define STACK_KERNEL_FRAMES 127
+/* Bytes that are read of a kernel stack, with one frame more. They fit into a slot's window. */
+#define STACK_KERNEL_BYTES 1024
 
-static __noinline int stack_hash_all(struct stack_slot *slot)
+/* Adds the frames that the kernel has written to the slot's window to the stack and its hashes. */
+static __noinline int stack_take_kernel_frames(struct stack_slot *slot)
 {
+	const __u64 *frames = (const __u64 *)slot->window;
 	__u32 i;
 
-	for (i = 0; i < STACK_ENTRY_FRAMES && i < slot->stack.depth; i++)
-		stack_hash_add(&slot->walk.id, &slot->walk.check, slot->stack.pc[i]);
+	for (i = 0; i < STACK_KERNEL_FRAMES && i < slot->stack.depth; i++) {
+		struct stack *entry = slot->entries + i / STACK_ENTRY_FRAMES;
+
+		if (i % STACK_ENTRY_FRAMES == 0)
+			entry->interrupted = 0;
+		entry->pc[i % STACK_ENTRY_FRAMES] = frames[i];
+		stack_hash_add(&slot->walk.id, &slot->walk.check, frames[i]);
+	}
 	return 0;
 }
 
@@ -30,13 +40,11 @@ static __always_inline __u64 stack_id_of_kernel(struct stack_slot *slot, __u64 b
 						__u64 interrupted)
 {
 	struct stack *stack = &slot->stack;
-	__u32 depth = bytes / sizeof(stack->pc[0]), most = stack_depth;
+	__u32 depth = bytes / sizeof(__u64), most = stack_depth;
 
 	stack->flags = STACK_KERNEL;
 	stack->end = STACK_END_ROOT;
 	stack->frame_pointer_steps = 0;
-	stack->interrupted[0] = interrupted;
-	stack->interrupted[1] = 0;
 	if (most > STACK_KERNEL_FRAMES)
 		most = STACK_KERNEL_FRAMES;
 	if (depth >= most) {
@@ -47,7 +55,8 @@ static __always_inline __u64 stack_id_of_kernel(struct stack_slot *slot, __u64 b
 	stack->depth = depth;
 	slot->walk.id = interrupted;
 	slot->walk.check = 0;
-	stack_hash_all(slot);
+	stack_take_kernel_frames(slot);
+	stack->interrupted = interrupted;
 	return stack_put(slot, slot->walk.id, slot->walk.check);
 }
 
@@ -62,7 +71,7 @@ static __always_inline __u64 stack_of_kernel_from(void *ctx, __u64 interrupted)
 		count_loss(busy_stacks);
 		return STACK_LOST;
 	}
-	bytes = bpf_get_stack(ctx, slot->stack.pc, sizeof(slot->stack.pc), 0);
+	bytes = bpf_get_stack(ctx, slot->window, STACK_KERNEL_BYTES, 0);
 	if (bytes > 0)
 		id = stack_id_of_kernel(slot, bytes, interrupted);
 	stack_slot_give_back(slot);

@@ -7,8 +7,9 @@
  * is a 64-bit hash of the frames, and the entry holds a second, independent hash: two stacks are
  * the same only if both hashes agree.
  *
- * An entry holds few frames, as most stacks need no more. A deep stack has a second entry for the
- * rest of its frames, to which the first one refers.
+ * An entry holds few frames, as most stacks need no more: tables of small entries are made faster.
+ * A deeper stack has further entries for the rest of its frames, each of which the one before
+ * refers to.
  *
  * The table starts small. Before it is full, user space replaces it by another one, has the stacks
  * that are still referred to copied to the new table, and forgets the rest (src/stacks/table.rs). A
@@ -27,8 +28,9 @@
 #include "fill_level.bpf.h"
 
 enum stack_layout {
-	STACK_ENTRY_FRAMES = 128, /* frames of one entry: a power of two */
-	STACK_MAX_DEPTH = 255,	  /* frames of both entries */
+	STACK_ENTRY_FRAMES = 64, /* frames of one entry: a power of two */
+	STACK_ENTRIES = 4,	 /* entries of the deepest stack */
+	STACK_MAX_DEPTH = 255,	 /* frames of all entries */
 };
 #define STACK_WINDOW_BYTES 2048
 
@@ -65,16 +67,16 @@ enum stack_end {
 
 struct stack {
 	__u64 check; /* second hash of the frames */
-	__u64 rest;  /* id of the entry with the rest of the frames; STACK_LOST: none */
-	__u32 depth; /* frames, including those in the other entry */
-	__u8 flags;  /* enum stack_flags */
-	__u8 end;    /* enum stack_end */
-	__u16 frame_pointer_steps;
+	__u64 rest;  /* id of the entry with the next frames; STACK_LOST: none */
 	/*
 	 * Bit i: pc[i] is an interrupted instruction. Without the bit, pc[i] is a return address,
 	 * whose call lies before it.
 	 */
-	__u64 interrupted[2];
+	__u64 interrupted;
+	__u32 depth; /* frames, including those in the next entries */
+	__u16 frame_pointer_steps;
+	__u8 flags; /* enum stack_flags */
+	__u8 end;   /* enum stack_end */
 	__u64 pc[STACK_ENTRY_FRAMES];
 };
 
@@ -133,7 +135,7 @@ struct stack_slot {
 	struct stack_walk walk;
 	union {
 		struct stack stack;
-		struct stack entries[2]; /* the stack, and the rest of its frames */
+		struct stack entries[STACK_ENTRIES]; /* the stack, and the rest of its frames */
 	};
 	__u8 window[STACK_WINDOW_BYTES];
 };
@@ -244,29 +246,47 @@ static __always_inline int stack_store(void *map, struct stack *stack, __u64 id)
 }
 
 /*
- * Stores the frames of a new stack that do not fit into its own entry. Sets the stack's `rest` to
- * the id of the second entry, or to STACK_LOST if that cannot be stored.
+ * Stores the entry with this number of a new stack with these hashes, if the stack is that deep.
+ * The entry before it then refers to it, or to STACK_LOST if it cannot be stored.
  */
-static __noinline int stack_put_rest(void *map, struct stack_slot *slot, __u64 id, __u64 check)
+static __noinline int stack_put_entry(void *map, struct stack_slot *slot, __u32 number, __u64 hash)
 {
-	struct stack *rest = &slot->entries[1];
-	__u32 found = 0;
+	__u64 id = hash, check = slot->stack.check;
+	__u32 frames = number * STACK_ENTRY_FRAMES, found = 0;
+	struct stack *entry;
 
-	stack_hash_add(&id, &check, STACK_ENTRY_FRAMES);
-	rest->check = check;
-	rest->rest = STACK_LOST;
-	rest->depth = slot->stack.depth - STACK_ENTRY_FRAMES;
-	rest->flags = slot->stack.flags;
-	rest->end = slot->stack.end;
+	if (!number || number >= STACK_ENTRIES)
+		return 0;
+	entry = &slot->entries[number];
+	entry[-1].rest = STACK_LOST;
+	if (slot->stack.depth <= frames)
+		return 0;
+	stack_hash_add(&id, &check, frames);
+	entry->check = check;
+	entry->depth = slot->stack.depth - frames;
+	entry->flags = slot->stack.flags;
+	entry->end = slot->stack.end;
 	id = stack_find(map, id, check, &found);
-	if (id != STACK_LOST && !found && !stack_store(map, rest, id))
+	if (id != STACK_LOST && !found && !stack_store(map, entry, id))
 		id = STACK_LOST;
-	slot->stack.rest = id;
+	entry[-1].rest = id;
 	return 0;
 }
 
 /*
- * Returns the id of the stack in the slot, with these hashes. A new stack is stored, with both of
+ * Stores the frames of a new stack that do not fit into its own entry. The last entry comes first:
+ * whoever finds an entry finds all that it refers to.
+ */
+static __noinline int stack_put_rest(void *map, struct stack_slot *slot, __u64 hash)
+{
+	slot->entries[STACK_ENTRIES - 1].rest = STACK_LOST;
+	for (__u32 number = STACK_ENTRIES - 1; number > 0; number--)
+		stack_put_entry(map, slot, number, hash);
+	return 0;
+}
+
+/*
+ * Returns the id of the stack in the slot, with these hashes. A new stack is stored, with all of
  * its entries in the same table.
  */
 static __noinline __u64 stack_put(struct stack_slot *slot, __u64 id, __u64 check)
@@ -278,7 +298,7 @@ static __noinline __u64 stack_put(struct stack_slot *slot, __u64 id, __u64 check
 	slot->stack.rest = STACK_LOST;
 	id = stack_find(map, id, check, &found);
 	if (id != STACK_LOST && !found && slot->stack.depth > STACK_ENTRY_FRAMES)
-		stack_put_rest(map, slot, id, check);
+		stack_put_rest(map, slot, id);
 	/* Another thread may have met the same stack at the same time: both store the same. */
 	if (id != STACK_LOST && !found && !stack_store(map, &slot->stack, id))
 		id = STACK_LOST;

@@ -96,7 +96,7 @@ static __noinline int stack_push(struct stack_slot *slot, __u64 pc, __u64 interr
 	entry += depth / STACK_ENTRY_FRAMES;
 	entry->pc[depth % STACK_ENTRY_FRAMES] = pc;
 	if (interrupted)
-		entry->interrupted[depth >> 6 & 1] |= 1ULL << (depth & 63);
+		entry->interrupted |= 1ULL << depth % STACK_ENTRY_FRAMES;
 	slot->stack.depth = depth + 1;
 	stack_hash_add(&walk->id, &walk->check, pc + interrupted);
 	return 1;
@@ -142,10 +142,8 @@ __noinline int stack_begin(__u32 index, __u64 pc, __u64 sp, __u64 fp, __u64 inte
 	stack->flags = 0;
 	stack->end = STACK_END_NO_CODE;
 	stack->frame_pointer_steps = 0;
-	for (int i = 0; i < 2; i++) {
-		slot->entries[i].interrupted[0] = 0;
-		slot->entries[i].interrupted[1] = 0;
-	}
+	for (int i = 0; i < STACK_ENTRIES; i++)
+		slot->entries[i].interrupted = 0;
 	return 0;
 }
 

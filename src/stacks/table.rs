@@ -1,6 +1,7 @@
 //! The table of distinct call stacks, which `bpf/include/stack.bpf.h` and its siblings fill.
 
 use std::collections::{HashMap, HashSet};
+use std::iter;
 use std::mem;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, AsRawFd};
@@ -19,6 +20,9 @@ use crate::interpreters::raw_frame::RawFrame;
 /// Maximum number of frames that the table holds of a stack.
 pub const MAX_DEPTH: u32 = types::stack_layout::STACK_MAX_DEPTH.0;
 
+/// Maximum number of entries of a stack.
+const MAX_ENTRIES: usize = types::stack_layout::STACK_ENTRIES.0 as usize;
+
 /// Bytes of kernel memory per entry: key, value, and the kernel's overhead.
 pub const ENTRY_BYTES: u64 = 8 + size_of::<types::stack>() as u64 + 64;
 
@@ -26,15 +30,15 @@ pub const ENTRY_BYTES: u64 = 8 + size_of::<types::stack>() as u64 + 64;
 pub const MAX_EVENT_ENTRIES: u32 = 1 << 16;
 
 /// Initial entries per online CPU. They have to last until the table is renewed, while each CPU adds new stacks.
-const FIRST_ENTRIES_PER_CPU: u32 = 2048;
+const FIRST_ENTRIES_PER_CPU: u32 = 4096;
 
 /// Minimum and maximum of the initial number of entries.
-const FIRST_ENTRIES: RangeInclusive<u32> = 4096..=16384;
+const FIRST_ENTRIES: RangeInclusive<u32> = 8192..=32768;
 
 /// Initial number of entries where each stack comes with an event, which takes time, too.
 pub const INITIAL_EVENT_ENTRIES: u32 = 2048;
 
-/// Returns the initial number of entries where BPF programs count by stack: 4.6 MB on two CPUs.
+/// Returns the initial number of entries where BPF programs count by stack: 5 MB on two CPUs.
 pub fn first_entries() -> u32 {
     // If the C library cannot count the CPUs, the minimum is used.
     let online = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
@@ -163,8 +167,9 @@ impl Stack {
         self.frames.iter().filter_map(|place| place.instruction())
     }
 
-    /// Decodes a stack from its entry and from `rest`, the entry with its remaining frames.
-    fn read(entry: &types::stack, rest: Option<&types::stack>) -> Self {
+    /// Decodes a stack from its first entry and from `rest`, the entries with its remaining frames, as far as they are
+    /// known.
+    fn read(entry: &types::stack, rest: &[types::stack]) -> Self {
         let side = match entry.flags & KERNEL {
             0 => Side::User,
             _ => Side::Kernel,
@@ -173,13 +178,12 @@ impl Stack {
             Side::User => RawFrame::of_user(word, interrupted),
             Side::Kernel => RawFrame::of_native(word, interrupted),
         };
-        let is_cut = rest.is_none() && entry.depth as usize > entry.pc.len();
+        let entries = iter::once(entry).chain(rest);
+        let frames: Vec<RawFrame> = entries.flat_map(words).map(place).collect();
+        let is_cut = frames.len() < entry.depth as usize;
         Self {
             side,
-            frames: words(entry)
-                .chain(rest.into_iter().flat_map(words))
-                .map(place)
-                .collect(),
+            frames,
             end: if is_cut {
                 WalkEnd::Depth
             } else {
@@ -196,7 +200,7 @@ impl Stack {
 
 /// Returns the words of an entry, each with whether it is an instruction that was interrupted.
 fn words(entry: &types::stack) -> impl Iterator<Item = (u64, bool)> {
-    let is_interrupted = |frame: usize| entry.interrupted[frame / 64] & (1 << (frame % 64)) != 0;
+    let is_interrupted = |frame: usize| entry.interrupted & (1 << frame) != 0;
     let words = entry.pc.iter().take(entry.depth as usize).enumerate();
     words.map(move |(frame, &word)| (word, is_interrupted(frame)))
 }
@@ -359,12 +363,9 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             return Ok(None);
         };
         let entry: &types::stack = types::view(&bytes)?;
-        let rest = match entry.rest {
-            LOST => None,
-            rest => self.entry(rest)?,
-        };
-        let rest = rest.as_deref().map(types::view).transpose()?;
-        let stack = Arc::new(Stack::read(entry, rest));
+        let rest = rest_of(entry, |id| self.entry(id))?;
+        let rest = rest.iter().map(|(_, bytes)| Ok(*types::view(bytes)?));
+        let stack = Arc::new(Stack::read(entry, &rest.collect::<Result<Vec<_>>>()?));
         self.known.insert(id, Arc::clone(&stack));
         Ok(Some(stack))
     }
@@ -453,13 +454,10 @@ impl<'map, M: MapCore> Stacks<'map, M> {
                 }
                 continue;
             };
-            let rest = match types::view::<types::stack>(&stack)?.rest {
-                LOST => None,
-                rest => entry(rest)?.map(|entry| (rest, entry)),
-            };
-            self.kept += 1 + u64::from(rest.is_some());
-            // The rest comes first, so that whoever finds a stack finds all of it.
-            let entries = rest.into_iter().chain([(id, stack)]);
+            let rest = rest_of(types::view(&stack)?, entry)?;
+            self.kept += 1 + rest.len() as u64;
+            // The last entry comes first, so that whoever finds a stack finds all of it.
+            let entries = rest.into_iter().rev().chain([(id, stack)]);
             match copy(entries, current) {
                 Some(copies) => copied += copies,
                 None => {
@@ -520,6 +518,23 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             None => lookup(self.maps.first, &id),
         }
     }
+}
+
+/// Returns the entries behind the first entry of a stack, each with its id, as far as `find` finds them.
+fn rest_of(
+    first: &types::stack,
+    find: impl Fn(u64) -> Result<Option<Vec<u8>>>,
+) -> Result<Vec<(u64, Vec<u8>)>> {
+    let mut entries = Vec::new();
+    let mut next = first.rest;
+    while next != LOST
+        && entries.len() + 1 < MAX_ENTRIES
+        && let Some(entry) = find(next)?
+    {
+        let id = mem::replace(&mut next, types::view::<types::stack>(&entry)?.rest);
+        entries.push((id, entry));
+    }
+    Ok(entries)
 }
 
 /// Copies entries to a map. Returns how many are new to the map, or None if the map is full.

@@ -13,7 +13,7 @@ use crate::stacks::unwind::UnwindArgs;
 /// Distinct stacks that are kept at most, unless --stack-storage-size says otherwise.
 pub(crate) const MAX_STACKS: u32 = 1 << 18;
 
-/// Entries that a map in the kernel may grow to: 72 MB of stacks. More are not needed, as user space empties the map
+/// Entries that a map in the kernel may grow to: 40 MB of stacks. More are not needed, as user space empties the map
 /// again and again.
 pub(crate) const MAX_IN_KERNEL: u32 = 1 << 16;
 
