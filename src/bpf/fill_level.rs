@@ -118,7 +118,8 @@ impl TableUsage {
         let entries = u64::from(self.entries);
         let fast = self.age < FAST;
         let wanted = if fast { 4 * entries } else { entries };
-        let wanted = wanted.max(2 * self.used).max(4 * self.kept);
+        // A table that has filled beyond its threshold before user space reacts is filling fast, whatever its age.
+        let wanted = wanted.max(4 * self.used).max(4 * self.kept);
         u32::try_from(wanted).unwrap_or(u32::MAX).min(most).max(1)
     }
 }
@@ -143,7 +144,7 @@ mod tests {
         };
         assert_eq!([in_time(100), in_time(1000)].map(next), [16384, 4096]);
         let used = 4096;
-        assert_eq!(next(TableUsage { used, ..filled }), 8192);
+        assert_eq!(next(TableUsage { used, ..filled }), 16384);
         let kept = |kept| TableUsage { kept, ..filled };
         assert_eq!([kept(3000), kept(99_000)].map(next), [12_000, 100_000]);
         assert_eq!(

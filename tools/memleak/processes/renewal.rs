@@ -14,8 +14,11 @@ use super::Processes;
 use super::bpf::types::{thread, total_key};
 use super::regions::Regions;
 
-/// Minimum ratio of the time between two renewals to the duration of a renewal.
+/// Minimum ratio of the time between two renewals to the duration of a renewal, unless the table grows.
 const RENEWAL_PART: u32 = 10;
+/// Renewals that take less time may follow each other at once as long as the table can grow. There are only a few of
+/// them: a table that fills within half a second, [`RENEWAL_PART`] times this, is replaced by a larger one.
+const SHORT: Duration = Duration::from_millis(50);
 /// Minimum time between two renewals of a table that is full.
 const FULL_PAUSE: Duration = Duration::from_secs(1);
 
@@ -31,9 +34,12 @@ pub(super) struct Renewal {
 impl Processes<'_> {
     /// Whether the stack table is to be renewed: it is filling up, or it is full and may have stacks of freed blocks.
     pub(super) fn wants_stacks_renewed(&self) -> Result<bool> {
+        let can_grow = !self.stacks.is_largest();
         let is_due = |least: Duration| {
             let due = |(time, took): (Instant, Duration)| {
-                time.elapsed() >= least.max(took * RENEWAL_PART)
+                let grows = can_grow && took < SHORT;
+                let part = if grows { 1 } else { RENEWAL_PART };
+                time.elapsed() >= least.max(took * part)
             };
             self.renewal.last.is_none_or(due)
         };
