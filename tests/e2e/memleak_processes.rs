@@ -145,7 +145,15 @@ fn a_program_that_copies_its_code_survives() -> Result<()> {
 fn each_of_two_has_its_own() -> Result<()> {
     let mut one = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
     let mut other = Workload::start("alloc", &["one", "malloc", "37", "211"])?;
-    let tool = start(&["-p", &format!("{},{}", one.pid(), other.pid())])?;
+    let mut tool = start(&["-p", &format!("{},{}", one.pid(), other.pid())])?;
+    let mut pids: Vec<u32> = vec![one.pid().parse()?, other.pid().parse()?];
+    pids.sort_unstable();
+    tool.wait_for_stderr(&format!(
+        "Attaching to pids {}, {}, Ctrl+C",
+        pids[0], pids[1]
+    ))?;
+    let found = tool.wait_for_line("probes in libc.so.6")?;
+    ensure!(found.contains(", in each of 2 processes ("), "{found}");
     one.work()?;
     other.work()?;
     let groups = groups_at_end(tool)?;
@@ -317,6 +325,7 @@ fn an_allocator_is_probed_when_its_process_gets_the_name() -> Result<()> {
     let script = r#"echo ready $$; read line; exec "$0" one malloc 41 89"#;
     let mut by_exec = Workload::spawn(Command::new("sh").args(["-c", script]).arg(later))?;
     let mut tool = start(&["-n", "renamed"])?;
+    tool.wait_for_stderr("other processes that run these files hit the probes, too")?;
     thread.round(false)?;
     tool.wait_for_stderr("probes in alloc-static (")?;
     by_exec.round(false)?;

@@ -111,8 +111,14 @@ pub(crate) fn run(plan: &ProcessPlan, verdict: Option<&VerdictSettings>) -> Resu
     let processes = Processes::new(upkeep, &rings, symbolizer)?;
     let mut reporter = Reporter::new(processes, &plan.report, output, files);
     // Readers of stderr take these lines as the sign that the trace has begun.
-    for object in target.files() {
-        eprintln!("memleak: {} ({})", object.found(), attached.how);
+    for found in target.found() {
+        eprintln!("memleak: {found} ({})", attached.how);
+    }
+    if !target.is_fixed() {
+        eprintln!(
+            "memleak: other processes that run these files hit the probes, too: each malloc(3) and free(3) takes \
+             microseconds longer there (with -p, and without --children, it does not)"
+        );
     }
     command.as_mut().map_or(Ok(()), HeldCommand::release)?;
 

@@ -1,6 +1,6 @@
 //! Target of a trace: processes, and the functions of each to probe.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use anyhow::{Result, bail};
 use memtools::host::capabilities::Capability;
@@ -88,13 +88,16 @@ impl Targets {
             return Self::new(processes, None, Some(code), target);
         }
         let (mut processes, mut known) = (Vec::new(), KnownFiles::default());
-        for pid in target.filter.pid.iter().copied().collect::<HashSet<u32>>() {
+        let pids: BTreeSet<u32> = target.filter.pid.iter().copied().collect();
+        for &pid in &pids {
             let process = Process::open(pid)?;
             process.expect_native_program()?;
             let found = objects::of_process(&process, &mut known, functions)?;
-            eprintln!("Attaching to pid {pid}, Ctrl+C to quit.");
             processes.push(TracedProcess::new(process, found));
         }
+        let noun = if pids.len() == 1 { "pid" } else { "pids" };
+        let list: Vec<String> = pids.iter().map(u32::to_string).collect();
+        eprintln!("Attaching to {noun} {}, Ctrl+C to quit.", list.join(", "));
         Self::new(processes, None, None, target)
     }
 
@@ -153,6 +156,22 @@ impl Targets {
     /// Returns the files to probe.
     pub(crate) fn files(&self) -> impl Iterator<Item = &Object> {
         self.objects().map(|(_, object)| object)
+    }
+
+    /// Describes what was found in the files to probe: one description for all processes in which the same was found.
+    pub(crate) fn found(&self) -> Vec<String> {
+        let mut counts: Vec<(String, usize)> = Vec::new();
+        for found in self.files().map(Object::found) {
+            match counts.iter_mut().find(|(known, _)| *known == found) {
+                Some((_, count)) => *count += 1,
+                None => counts.push((found, 1)),
+            }
+        }
+        let describe = |(found, count)| match count {
+            1 => found,
+            _ => format!("{found}, in each of {count} processes"),
+        };
+        counts.into_iter().map(describe).collect()
     }
 
     /// Returns the files that are probed in every process.
