@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use caps::{CapSet, Capability, CapsHashSet};
+use caps::{CapSet, CapsHashSet};
 use libtest_mimic::Trial;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
@@ -33,12 +33,22 @@ const DEBUG_SYS_ADMIN: &str = include_str!("../../packaging/kubernetes/debug-sys
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests!("kubernetes":
-        containers_of_the_daemon_set_do_their_work,
-        each_capability_is_wanted,
+        the_daemon_set_s_agent_lacks_nothing,
+        each_capability_of_the_agent_is_wanted,
         memleak_runs_on_demand,
         every_tool_can_run_on_demand,
         names_of_java_are_asked_for_with_two_capabilities_more [Host],
     )
+}
+
+/// ConfigMap of the agent.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct ConfigMap {
+    api_version: String,
+    kind: String,
+    metadata: Value,
+    data: BTreeMap<String, String>,
 }
 
 /// DaemonSet, with only the fields that ours uses. Any other name in the file, such as one that Kubernetes does
@@ -96,9 +106,17 @@ struct Container {
     name: String,
     image: String,
     command: Vec<String>,
+    ports: Vec<Port>,
     security_context: SecurityContext,
     resources: Resources,
     volume_mounts: Vec<VolumeMount>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Port {
+    name: String,
+    container_port: u16,
 }
 
 #[derive(Deserialize)]
@@ -148,11 +166,13 @@ struct VolumeMount {
     read_only: bool,
 }
 
+/// Volume, which is a path of the node or a ConfigMap.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Volume {
     name: String,
-    host_path: HostPath,
+    host_path: Option<HostPath>,
+    config_map: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -170,26 +190,43 @@ struct Debug {
     volume_mounts: Vec<VolumeMount>,
 }
 
-/// Returns the pod of the DaemonSet, after checking what Kubernetes requires.
-fn daemon_set() -> Result<PodSpec> {
-    let set: DaemonSet = yaml::from_str(DAEMON_SET)?;
+/// Returns the agent's configuration and the pod of the DaemonSet, after checking what Kubernetes requires.
+fn daemon_set() -> Result<(String, PodSpec)> {
+    let (config, set) = DAEMON_SET.split_once("\n---\n").context("one document")?;
+    let mut config: ConfigMap = yaml::from_str(config)?;
+    ensure!(config.api_version == "v1" && config.kind == "ConfigMap");
+    let set: DaemonSet = yaml::from_str(set)?;
     ensure!(set.api_version == "apps/v1" && set.kind == "DaemonSet");
-    ensure!(set.metadata["name"] == "bpf-memtools");
+    for field in ["name", "namespace"] {
+        ensure!(set.metadata[field] == config.metadata[field], "{field}");
+    }
     let template = set.spec.template;
     ensure!(set.spec.selector.match_labels == template.metadata.labels);
     let pod = template.spec;
     ensure!(pod.host_pid && !pod.automount_service_account_token);
-    for container in &pod.containers {
-        ensure!(container.name == container.command[0]);
-        let tag = concat!("localhost/bpf-memtools:", env!("CARGO_PKG_VERSION"));
-        ensure!(container.image == tag, "{}", container.image);
-        for mount in &container.volume_mounts {
-            ensure!(pod.volumes.iter().any(|volume| volume.name == mount.name));
+    let [container] = &pod.containers[..] else {
+        anyhow::bail!("other containers than one");
+    };
+    ensure!(container.name == container.command[0]);
+    let tag = concat!("localhost/bpf-memtools:", env!("CARGO_PKG_VERSION"));
+    ensure!(container.image == tag, "{}", container.image);
+    let [port] = &container.ports[..] else {
+        anyhow::bail!("other ports than one");
+    };
+    let file = config.data.remove("memagent.toml").context("no file")?;
+    let listens = format!("listen = \"0.0.0.0:{}\"", port.container_port);
+    ensure!(port.name == "metrics" && file.contains(&listens), "{file}");
+    ensure!(container.volume_mounts.len() == pod.volumes.len());
+    for mount in &container.volume_mounts {
+        let volume = pod.volumes.iter().find(|volume| volume.name == mount.name);
+        let volume = volume.with_context(|| format!("no volume {}", mount.name))?;
+        match (&volume.host_path, &volume.config_map) {
+            (Some(path), None) => ensure!(path.path.is_absolute()),
+            (None, Some(map)) => ensure!(map["name"] == config.metadata["name"]),
+            _ => anyhow::bail!("{} has no source, or two", volume.name),
         }
     }
-    let volume = &pod.volumes[0].host_path;
-    ensure!(volume.path.is_absolute() && volume.r#type == "DirectoryOrCreate");
-    Ok(pod)
+    Ok((file, pod))
 }
 
 /// Returns the debug file that suffices on this kernel: from 6.6 on, uprobes do not need CAP_SYS_ADMIN.
@@ -320,20 +357,48 @@ impl Root {
     }
 }
 
-/// Runs a container of the DaemonSet for a second, with the directory `metrics` of the host as its volume.
-fn run(container: &Container, context: &SecurityContext, metrics: &Path) -> Result<ToolOutput> {
-    let [mount] = &container.volume_mounts[..] else {
-        anyhow::bail!("{} has other volumes", container.name);
-    };
+/// Has the container of the DaemonSet check what works, with these capabilities. Its directory of incidents is a new one,
+/// and it has cgroups only if they are of version 2.
+fn check_agent(context: &SecurityContext) -> Result<ToolOutput> {
+    let (config, pod) = daemon_set()?;
+    let container = &pod.containers[0];
+    let node = harness::scratch()?;
     let mut root = Root::new()?;
-    let there = root.inside(&mount.mount_path)?;
-    fs::create_dir(&there)?;
-    ensure!(!mount.read_only && mount.sub_path.as_os_str().is_empty());
-    root.mounts
-        .push((Some(metrics.to_owned()), there, None, MsFlags::MS_BIND));
+    for mount in &container.volume_mounts {
+        let volume = pod.volumes.iter().find(|volume| volume.name == mount.name);
+        let path = volume.and_then(|volume| volume.host_path.as_ref());
+        let there = root.inside(&mount.mount_path)?;
+        let from = match path {
+            // Not the directories of this machine's own agent and kubelet.
+            Some(path) if path.r#type == "DirectoryOrCreate" => {
+                let from = node.path().join(&volume.context("no volume")?.name);
+                fs::create_dir(&from)?;
+                from
+            }
+            Some(path) => path.path.clone(),
+            None => {
+                let from = node.path().join("config");
+                fs::create_dir(&from)?;
+                // Another agent may run on this machine.
+                let config = config.replace("0.0.0.0:9754", "0");
+                fs::write(from.join("memagent.toml"), config)?;
+                from
+            }
+        };
+        if from.is_dir() {
+            fs::create_dir_all(&there)?;
+        } else {
+            File::create(&there)?;
+        }
+        root.mounts
+            .push((Some(from), there.clone(), None, MsFlags::MS_BIND));
+        if mount.read_only {
+            root.mounts.push((None, there, None, READ_ONLY));
+        }
+    }
     let group = Group::new("memtools-pod", bytes(&container.resources.limits.memory)?)?;
     let mut command = root.command(&container.command[0], context, Some(&group))?;
-    command.args(["-d", "1"]).args(&container.command[1..]);
+    command.args(&container.command[1..]).arg("--check");
     Tool::spawn(&mut command)?.wait()
 }
 
@@ -343,51 +408,41 @@ fn bytes(quantity: &str) -> Result<u64> {
     Ok(number.parse::<u64>()? << 20)
 }
 
-fn containers_of_the_daemon_set_do_their_work() -> Result<()> {
-    let pod = daemon_set()?;
-    let names: Vec<&str> = pod.containers.iter().map(|one| one.name.as_str()).collect();
-    ensure!(names == ["vmscan", "drsnoop", "oomkill"], "{names:?}");
-    for container in &pod.containers {
-        let metrics = harness::scratch()?;
-        let ended = run(container, &container.security_context, metrics.path())?;
-        ensure!(ended.status.success(), "{}: {ended:?}", container.name);
-        // The tool lacks no privilege, such as to be killed last, except those that this machine's root lacks, too.
-        let had = caps::read(None, CapSet::Permitted)?;
-        let lacks = container.security_context.capabilities()?;
-        let lacks = lacks.difference(&had).map(ToString::to_string);
-        let told = ended.stderr.lines().filter(|line| line.contains("CAP_"));
-        let lacks: Vec<String> = lacks.collect();
-        for line in told {
-            ensure!(lacks.iter().any(|one| line.contains(one)), "{ended:?}");
-        }
-        let file = format!("memtools_{}.prom", container.name);
-        let written = fs::read_to_string(metrics.path().join(file))?;
-        ensure!(written.contains("\n# TYPE memtools_"), "{written}");
-    }
+fn the_daemon_set_s_agent_lacks_nothing() -> Result<()> {
+    let (_, pod) = daemon_set()?;
+    let checked = check_agent(&pod.containers[0].security_context)?;
+    ensure!(matches!(checked.status.code(), Some(0 | 3)), "{checked:?}");
+    let has_cgroups = Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
+    let lacks = checked.stdout.lines().filter(|line| {
+        let is_of_machine = line.contains("pressure:") || line.contains("cgroups:") && !has_cgroups;
+        !line.starts_with("ok  ") && !is_of_machine
+    });
+    let lacks: Vec<&str> = lacks.collect();
+    ensure!(lacks.is_empty(), "{lacks:?}");
+    ensure!(
+        checked
+            .stdout
+            .contains("ok    incidents: in /var/lib/memagent\n"),
+        "{checked:?}"
+    );
     Ok(())
 }
 
-/// Without any one of its capabilities, a container does not run, or names what it runs without.
-fn each_capability_is_wanted() -> Result<()> {
-    let pod = daemon_set()?;
+/// Without any one of its capabilities, the agent names what it runs without.
+fn each_capability_of_the_agent_is_wanted() -> Result<()> {
+    let (_, mut pod) = daemon_set()?;
+    let context = pod.containers.remove(0).security_context;
     let had = caps::read(None, CapSet::Permitted)?;
-    let vmscan = &pod.containers[0];
-    let metrics = harness::scratch()?;
-    for without in vmscan.security_context.capabilities()? {
-        // On some machines root lacks capabilities. On 5.10, libbpf lifts the limit of locked memory by
-        // CAP_SYS_RESOURCE.
-        let is_lifted = harness::release().starts_with("5.10.");
-        if !had.contains(&without) || is_lifted && without == Capability::CAP_IPC_LOCK {
-            continue;
-        }
-        let mut context = daemon_set()?.containers.remove(0).security_context;
+    for without in context.capabilities()?.intersection(&had) {
+        let (_, mut pod) = daemon_set()?;
+        let mut context = pod.containers.remove(0).security_context;
         let name = without.to_string();
         let add = &mut context.capabilities.add;
         add.retain(|one| name.strip_prefix("CAP_") != Some(one));
-        let ended = run(vmscan, &context, metrics.path())?;
+        let checked = check_agent(&context)?;
         ensure!(
-            ended.stderr.contains(&name),
-            "nothing requires {name}: {ended:?}"
+            checked.stdout.contains(&name),
+            "nothing requires {name}: {checked:?}"
         );
     }
     Ok(())

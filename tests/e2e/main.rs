@@ -48,7 +48,6 @@ mod perfetto;
 mod pressure;
 mod python;
 mod readme;
-mod record;
 mod running;
 mod runtimes;
 mod serve;
@@ -113,7 +112,6 @@ fn all() -> impl Iterator<Item = Trial> {
         perfetto::tests(),
         python::tests(),
         readme::tests(),
-        record::tests(),
         running::tests(),
         runtimes::tests(),
         serve::tests(),

@@ -93,21 +93,6 @@ pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool>
     Ok(all)
 }
 
-/// Checks that these tools can run. Each is given by its name in the table.
-///
-/// # Errors
-/// If a tool cannot run, with its messages.
-pub(crate) fn ensure_works(commands: &[&str]) -> Result<()> {
-    for (command, options) in CHECKS {
-        if commands.contains(&command) {
-            let checked = run(command, options)?;
-            let reason = checked.remarks.join("; ");
-            ensure!(checked.works, "{command} cannot run here: {reason}");
-        }
-    }
-    Ok(())
-}
-
 fn run(command: &'static str, options: &[&str]) -> Result<Checked> {
     let tool = command.split(' ').next().unwrap_or(command);
     let program = tool_path(tool)?;

@@ -1,6 +1,6 @@
 //! memtriage: where memory is used, what is wrong with it, and which tool shows more.
 //!
-//! Nothing is traced unless --who or --record asks for it: the data is from /proc, cgroup files and the kernel's log.
+//! Nothing is traced unless --who requests it: the data is from /proc, cgroup files and the kernel's log.
 //! These are read twice for rates.
 
 mod accounting;
@@ -11,7 +11,6 @@ mod huge_pages;
 mod machine;
 mod processes;
 mod rankings;
-mod record;
 mod screen;
 mod snapshot;
 mod subject;
@@ -62,7 +61,7 @@ const FINDINGS: u8 = 3;
     mut_arg("container", |container| container.conflicts_with_all(["doctor", "cgroup"])),
     after_help = "\
 exit status: 0 if nothing was found, 3 if there was a finding (with --doctor: a
-tool cannot run; with --record: a report was written), 1 if it could not run
+tool cannot run), 1 if it could not run
 
 examples:
   memtriage                    one screen: findings, parts of memory, processes
@@ -82,8 +81,6 @@ examples:
   memtriage --who 10
                                also trace for 10 seconds, and show the
                                stacks
-  memtriage --record DIR --before-oom
-                               wait for an OOM kill, and report what grew
   memtriage --doctor
                                which tools can run here, how, and what is
                                missing
@@ -91,13 +88,13 @@ examples:
 )]
 struct Args {
     /// Show where the memory of this process is
-    #[arg(help_heading = "Target", short, long, value_name = "PID", value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids), conflicts_with_all = ["watch", "who", "doctor", "record", "cgroup", "by"])]
+    #[arg(help_heading = "Target", short, long, value_name = "PID", value_parser = proc::parse_pid, add = ArgValueCompleter::new(complete::pids), conflicts_with_all = ["watch", "who", "doctor", "cgroup", "by"])]
     pid: Option<u32>,
 
     /// Show where the memory of this cgroup is
     ///
     /// CGROUP is the path of a cgroup, the name of a systemd unit, or the ID of a container or pod.
-    #[arg(help_heading = "Target", long, value_name = "CGROUP", value_parser = filter::cgroup_path, add = ArgValueCompleter::new(complete::cgroups), conflicts_with_all = ["watch", "who", "doctor", "record", "by"])]
+    #[arg(help_heading = "Target", long, value_name = "CGROUP", value_parser = filter::cgroup_path, add = ArgValueCompleter::new(complete::cgroups), conflicts_with_all = ["watch", "who", "doctor", "by"])]
     cgroup: Option<PathBuf>,
 
     /// Also show checks that passed, and all parts of memory
@@ -120,27 +117,8 @@ struct Args {
     #[arg(help_heading = "Actions", long, value_name = "SECONDS", value_parser = parse::seconds, conflicts_with_all = ["watch", "interval"])]
     who: Option<Duration>,
 
-    /// Trace when memory is nearly used up, and report to DIR
-    ///
-    /// Only processes that grow are traced. Each OOM kill gets a
-    /// report.
-    #[arg(help_heading = "Actions", long, value_name = "DIR", requires = "before_oom", conflicts_with_all = ["all", "watch", "who", "doctor", "interval"])]
-    record: Option<PathBuf>,
-
-    /// Condition of --record: the kernel kills a process
-    #[arg(help_heading = "Actions", long, requires = "record")]
-    before_oom: bool,
-
-    /// With --record: trace if memory use is above PERCENT
-    #[arg(help_heading = "Actions", hide_short_help = true, long, value_name = "PERCENT%", default_value = "85%", value_parser = percent, requires = "record")]
-    above: f64,
-
-    /// With --record: number of reports to keep
-    #[arg(help_heading = "Actions", hide_short_help = true, long, value_name = "N", default_value_t = 20, value_parser = parse::count::<usize>, requires = "record")]
-    keep: usize,
-
     /// Kind of the ranking
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = RankBy::Process, conflicts_with_all = ["doctor", "record"])]
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = RankBy::Process, conflicts_with_all = ["doctor"])]
     by: RankBy,
 
     /// Number of rows of the ranking
@@ -182,18 +160,6 @@ fn run(args: Args) -> Result<ExitCode> {
         return Ok(match doctor::check(poller, &mut output)? {
             true => ExitCode::SUCCESS,
             false => ExitCode::from(FINDINGS),
-        });
-    }
-    if let Some(folder) = &args.record {
-        let options = record::Options {
-            folder,
-            mark_percent: args.above,
-            keep: args.keep,
-            container: args.containers.container,
-        };
-        return Ok(match record::run(&options, poller, &mut output)? {
-            true => ExitCode::from(FINDINGS),
-            false => ExitCode::SUCCESS,
         });
     }
     if args.containers.container {
@@ -284,13 +250,6 @@ impl Schedule {
     }
 }
 
-/// Parses a share such as `85%`, in percent.
-fn percent(text: &str) -> Result<f64, String> {
-    let number = text.strip_suffix('%').unwrap_or(text).parse::<f64>();
-    let number = number.ok().filter(|number| (1.0..=100.0).contains(number));
-    number.ok_or_else(|| "not a share from 1% to 100%".to_owned())
-}
-
 /// Prints one screen. Returns the level of its first finding, and the culprits that can be traced to explain the
 /// findings.
 fn report(
@@ -339,6 +298,6 @@ mod tests {
 
     #[test]
     fn the_definition_is_consistent() {
-        cli::assert_refuses::<Args>(&["--before-oom --all", "--keep 1 --doctor", "-p 0"]);
+        cli::assert_refuses::<Args>(&["--doctor --all", "-p 0"]);
     }
 }

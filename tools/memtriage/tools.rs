@@ -223,20 +223,6 @@ impl Run {
         }
     }
 
-    /// Reads the last profile of a tool that still runs.
-    ///
-    /// # Errors
-    /// If the tool has not written a profile yet.
-    pub(crate) fn latest_profile(&self) -> Result<SavedProfile> {
-        SavedProfile::read(&self.profile)
-    }
-
-    /// Whether the tool has ended without an error, as it does when its process has exited.
-    pub(crate) fn has_succeeded(&mut self) -> bool {
-        let status = self.child.try_wait().ok().flatten();
-        status.is_some_and(|status| status.success())
-    }
-
     /// Waits for a tool, and returns its profile and its losses. If the tool failed, its last message is the error.
     pub(crate) fn end(mut self) -> Result<(SavedProfile, Option<Value>)> {
         let status = self.child.wait()?;

@@ -162,7 +162,8 @@ impl Evidence<'_> {
     }
 
     /// Returns the command that shows most after an OOM kill: where the memory of the cgroup is that was at its limit,
-    /// or, if there is none any more, what leads to the next kill.
+    /// or, if there is none any more, memagent, which
+    /// reports the next kill with what led to it.
     pub(super) fn after_kill(&self, scope: &OomScope) -> Next {
         let mut limited = self.now.groups.limited.iter();
         let cgroup = match scope {
@@ -174,7 +175,7 @@ impl Evidence<'_> {
                 let folder = shell_word(&cgroup.folder.to_string_lossy());
                 Next::from(format!("memtriage --cgroup {folder}"))
             }
-            None => "memtriage --record oom-reports --before-oom".into(),
+            None => "memagent".into(),
         }
     }
 

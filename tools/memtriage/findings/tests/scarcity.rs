@@ -198,7 +198,7 @@ fn kills_of_the_last_hour_are_to_be_acted_on() {
         "oom-kills",
         Level::Act,
         "1 OOM kill in the last hour, 65 s ago: victim (pid 7), 23.0M; the machine was out of memory",
-        "memtriage --record oom-reports --before-oom",
+        "memagent",
     );
     machine.around.kills = Some(vec![old]);
     assert_eq!(machine.findings(), []);
@@ -230,7 +230,7 @@ fn a_kill_leads_to_the_cgroup_that_was_at_its_limit() {
         hits: 0,
         oom_kills: 0,
     });
-    let record = "memtriage --record oom-reports --before-oom";
+    let record = "memagent";
     for (path, evidence, next) in [
         (
             Some("/my app"),
