@@ -1,18 +1,46 @@
 //! Memory of a process that has an interpreter, and the addresses of files and of the program in this memory.
 
+#[cfg(test)]
+use std::collections::BTreeMap;
 use std::io;
+#[cfg(test)]
+use std::sync::Mutex;
 
 use anyhow::{Context, Result};
 
+use super::recorded::Pieces;
 use crate::code::elf_file::Elf;
 use crate::process::proc::Mapping;
 use crate::process::reader::RemoteMemory;
 pub(super) use crate::process::reader::layout;
 
 /// Memory of a process. The bytes that are read are untrusted.
-pub(crate) struct Memory(RemoteMemory);
+pub(crate) struct Memory {
+    source: Source,
+    /// Bytes that were read, by address.
+    #[cfg(test)]
+    pub(super) log: Mutex<BTreeMap<u64, u8>>,
+}
+
+enum Source {
+    Running(RemoteMemory),
+    Recorded(Pieces),
+}
 
 impl Memory {
+    fn new(source: Source) -> Self {
+        Self {
+            source,
+            #[cfg(test)]
+            log: Mutex::default(),
+        }
+    }
+
+    /// Creates memory that consists of these pieces.
+    pub(super) fn recorded(pieces: Pieces) -> Self {
+        Self::new(Source::Recorded(pieces))
+    }
+
     /// Opens the memory of a process.
     ///
     /// # Errors
@@ -20,7 +48,7 @@ impl Memory {
     pub(crate) fn open(pid: u32) -> Result<Self> {
         let memory = RemoteMemory::open(pid);
         memory
-            .map(Self)
+            .map(|memory| Self::new(Source::Running(memory)))
             .context("failed to read the memory of a process")
     }
 
@@ -38,10 +66,24 @@ impl Memory {
     /// # Errors
     /// If a part of the range is not mapped.
     pub(crate) fn read(&self, address: u64, length: usize) -> io::Result<Vec<u8>> {
-        let bytes = self.0.read(address, length)?;
+        let bytes = self.read_most(address, length)?;
         if bytes.len() < length {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
+        Ok(bytes)
+    }
+
+    /// Reads memory. Returns fewer bytes if the end of the range is not mapped.
+    fn read_most(&self, address: u64, length: usize) -> io::Result<Vec<u8>> {
+        let bytes = match &self.source {
+            Source::Running(memory) => memory.read(address, length),
+            Source::Recorded(pieces) => pieces.read(address, length),
+        }?;
+        #[cfg(test)]
+        self.log
+            .lock()
+            .expect("no panic")
+            .extend((address..).zip(bytes.iter().copied()));
         Ok(bytes)
     }
 
@@ -71,8 +113,7 @@ impl Memory {
     pub(crate) fn c_string(&self, address: u64, most: usize) -> Result<String> {
         // The text may be the last in its mapping: then the read returns fewer bytes.
         let bytes = self
-            .0
-            .read(address, most)
+            .read_most(address, most)
             .context("failed to read the memory of a process")?;
         let text = bytes.split(|&byte| byte == 0).next();
         Ok(String::from_utf8_lossy(text.unwrap_or_default()).into_owned())

@@ -7,6 +7,7 @@
 //! | `memory` | the memory of a process that has an interpreter |
 //! | [`python`] | CPython: its code objects, and their lines |
 //! | [`raw_frame`] | a frame as a stack has it: native, or an interpreter's |
+//! | [`recorded`] | interpreters in recorded memory, for fuzzers |
 //! | `search` | the search for an interpreter in the files that a process maps as code |
 //! | `registry` | what was reported to the BPF side and the user about the interpreters of processes |
 
@@ -17,6 +18,7 @@ pub mod hotspot;
 pub(crate) mod memory;
 pub mod python;
 pub mod raw_frame;
+pub mod recorded;
 mod registry;
 mod search;
 

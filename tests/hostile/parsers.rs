@@ -18,6 +18,7 @@ use memtools::code::symbols::Symbols;
 use memtools::code::wrappers::{Calls, Forwarded};
 use memtools::export::saved_profile::SavedProfile;
 use memtools::interpreters::python::lines::{self, Instruction};
+use memtools::interpreters::recorded;
 use memtools::print::demangle::demangle;
 use memtools::print::text::{self, MAX_NAME};
 use memtools::stacks::perf_map::PerfMaps;
@@ -34,7 +35,7 @@ const TEXT: u64 = 0x1000;
 pub(crate) type Parser = fn(&[u8]);
 
 /// Each parser with its name. The name is that of its fuzz target and of its folder in the corpus, too.
-pub(crate) const PARSERS: [(&str, Parser); 7] = [
+pub(crate) const PARSERS: [(&str, Parser); 9] = [
     ("elf", |bytes| {
         elf_file(&file_of(bytes));
     }),
@@ -43,6 +44,8 @@ pub(crate) const PARSERS: [(&str, Parser); 7] = [
     ("perf_map", perf_map),
     ("suppressions", suppressions),
     ("python_lines", python_lines),
+    ("python_interpreter", python_interpreter),
+    ("hotspot_functions", hotspot_functions),
     ("symbol_names", name),
 ];
 
@@ -168,6 +171,21 @@ pub(crate) fn python_lines(bytes: &[u8]) {
     timed("line", || {
         lines::line(10 + version % 6, table, 1, instruction)
     });
+}
+
+/// Looks for the CPython in the memory of a process.
+pub(crate) fn python_interpreter(bytes: &[u8]) {
+    timed("CPython", || recorded::python_interpreter(bytes));
+}
+
+/// Reads names and lines of Java functions in the memory of a process.
+pub(crate) fn hotspot_functions(bytes: &[u8]) {
+    for line in timed("HotSpot", || recorded::hotspot_functions(bytes)) {
+        [line.function, line.file]
+            .iter()
+            .flatten()
+            .for_each(|shown| check_shown(shown));
+    }
 }
 
 /// Shows the name of a symbol.

@@ -96,8 +96,8 @@ fn heaps(memory: &Memory, structs: &VmStructs) -> Result<Vec<hotspot_heap>> {
 
 fn heap(memory: &Memory, structs: &VmStructs, heap: u64) -> Result<hotspot_heap> {
     let of = |part: &str, field: &str| -> Result<u64> {
-        let at = structs.at("CodeHeap", part)? + structs.at("VirtualSpace", field)?;
-        memory.word(heap.wrapping_add(at))
+        let part = heap.wrapping_add(structs.at("CodeHeap", part)?);
+        memory.word(part.wrapping_add(structs.at("VirtualSpace", field)?))
     };
     let shift = structs.at("CodeHeap", "_log2_segment_size")?;
     let found = hotspot_heap {

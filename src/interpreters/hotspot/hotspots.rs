@@ -120,12 +120,20 @@ fn structs(pid: u32, mapping: &Mapping, file: &MappedFile) -> Result<Option<(Mem
 }
 
 #[cfg(test)]
-mod tests {
+pub(in crate::interpreters) mod tests {
     use std::fs;
     use std::process::Command;
 
     use super::*;
     use crate::interpreters::search::tests::{Running, is_missing};
+
+    /// Finds the virtual machine of a process, which must have one.
+    pub(in crate::interpreters) fn machine(pid: u32, files: &mut Files) -> Machine {
+        match locate(pid, files).expect("a process of ours") {
+            Located::Found(machine) => *machine,
+            _ => panic!("no virtual machine"),
+        }
+    }
 
     #[test]
     fn the_code_of_a_virtual_machine_is_found() {
@@ -142,11 +150,7 @@ mod tests {
             (&["-XX:-SegmentedCodeCache", "-Xint"], 1),
         ] {
             let java = Running::start(Command::new("java").args(options).arg(&source));
-            let found = locate(java.pid(), &mut Files::default()).expect("a process of ours");
-            let Located::Found(found) = found else {
-                panic!("no virtual machine");
-            };
-            let found = found.process;
+            let found = machine(java.pid(), &mut Files::default()).process;
             let used = found.heaps.iter().filter(|heap| heap.start != 0).count();
             assert_eq!(used, heaps, "{found:?}");
             assert!(found.interpreter < found.interpreter_end, "{found:?}");

@@ -167,3 +167,12 @@ fn int(place: &[u8], at: usize) -> i32 {
     let bytes = place[at..].first_chunk().copied();
     i32::from_ne_bytes(bytes.unwrap_or_default())
 }
+
+#[cfg(test)]
+impl Scopes<'_> {
+    /// Returns the offsets of all places.
+    pub(super) fn offsets(&self) -> impl Iterator<Item = u64> {
+        let offsets = self.places.iter().map(|&(offset, _)| offset);
+        offsets.filter_map(|offset| offset.try_into().ok())
+    }
+}

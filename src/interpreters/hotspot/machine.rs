@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use super::code_heaps;
 use super::inlined::{Scope, Scopes};
 use super::names::Function;
-use super::vm_structs::VmStructs;
+use super::vm_structs::{Tables, VmStructs};
 use crate::bpf::types::hotspot_process;
 use crate::code::lines::SourceLine;
 use crate::interpreters::memory::Memory;
@@ -16,9 +16,9 @@ use crate::print::text;
 const COMPILED: [&str; 2] = ["nmethod", "native nmethod"];
 
 /// Virtual machine whose memory can be read while its process lives.
-pub(super) struct Machine {
-    pub(super) memory: Memory,
-    pub(super) structs: VmStructs,
+pub(in crate::interpreters) struct Machine {
+    pub(in crate::interpreters) memory: Memory,
+    pub(in crate::interpreters) structs: VmStructs,
     pub(super) process: hotspot_process,
 }
 
@@ -33,6 +33,25 @@ struct Block {
 }
 
 impl Machine {
+    /// Finds the virtual machine in recorded memory, by HotSpot's tables. None if it is not initialized.
+    ///
+    /// # Errors
+    /// If the memory lacks a part of the virtual machine, or its layout is not known.
+    pub(in crate::interpreters) fn recorded(
+        memory: Memory,
+        tables: Tables,
+    ) -> Result<Option<Self>> {
+        let Some(structs) = VmStructs::read_tables(&memory, tables)? else {
+            return Ok(None);
+        };
+        let process = code_heaps::find(&memory, &structs)?;
+        Ok(process.map(|process| Self {
+            memory,
+            structs,
+            process,
+        }))
+    }
+
     /// Finds the block of generated code that contains an address.
     fn block(&self, address: u64) -> Result<Option<Block>> {
         let (memory, structs) = (&self.memory, &self.structs);
@@ -58,7 +77,7 @@ impl Machine {
 
     /// Returns the name of the function or stub at an address of generated code, and the address at which its code
     /// begins.
-    pub(super) fn code(&self, address: u64) -> Result<Option<Function>> {
+    pub(in crate::interpreters) fn code(&self, address: u64) -> Result<Option<Function>> {
         let Some(block) = self.block(address)? else {
             return Ok(None);
         };
@@ -73,7 +92,10 @@ impl Machine {
 
     /// Returns the functions of a frame and their source lines: the inlined functions first, from the innermost on,
     /// and the executed function last. None if the frame is of no Java function.
-    pub(super) fn lines(&self, place: RawFrame) -> Result<Option<Vec<SourceLine>>> {
+    pub(in crate::interpreters) fn lines(
+        &self,
+        place: RawFrame,
+    ) -> Result<Option<Vec<SourceLine>>> {
         const UNKNOWN: &str = "[inlined calls unknown]";
         if let RawFrame::Java { method, bytecode } = place {
             return Ok(Some(vec![self.method(method)?.line_of(bytecode)?]));
@@ -99,5 +121,49 @@ impl Machine {
         let unknown = unknown.map(|name| SourceLine::of_function(Some(name)));
         let own = self.method(own)?.line_at(None)?;
         Ok(Some(unknown.into_iter().chain([own]).collect()))
+    }
+}
+
+#[cfg(test)]
+impl Machine {
+    /// Reads again what [`code_heaps::find`] reads.
+    pub(in crate::interpreters) fn find_again(&self) {
+        let found = code_heaps::find(&self.memory, &self.structs).expect("a process of ours");
+        assert_eq!(format!("{found:?}"), format!("{:?}", Some(self.process)));
+    }
+
+    /// Returns the addresses to which calls in the compiled functions return whose names contain `name`: calls in inlined
+    /// functions first.
+    pub(in crate::interpreters) fn places_of(&self, name: &str) -> Vec<u64> {
+        let mut places = Vec::new();
+        for heap in self.process.heaps {
+            for at in (heap.start..heap.end).step_by(1 << heap.segment_shift) {
+                // Memory that is not used yet cannot be read.
+                let Ok(found) = self.block(at) else { break };
+                let Some(block) =
+                    found.filter(|block| block.kind == COMPILED[0] && block.start > at)
+                else {
+                    continue;
+                };
+                let own = self.method_of(&block).expect("a method");
+                let of_name = self.method(own).and_then(|method| method.name());
+                if !of_name.expect("a name").contains(name) {
+                    continue;
+                }
+                let scopes =
+                    Scopes::of(&self.memory, &self.structs, block.blob, own).expect("scopes");
+                for offset in scopes.offsets() {
+                    let depth = scopes
+                        .at_call(offset)
+                        .ok()
+                        .flatten()
+                        .map_or(0, |chain| chain.len());
+                    places.push((depth, block.start + offset));
+                }
+            }
+        }
+        places.sort_unstable_by(|one, other| other.cmp(one));
+        places.dedup();
+        places.into_iter().map(|(_, place)| place).collect()
     }
 }

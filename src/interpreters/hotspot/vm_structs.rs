@@ -14,6 +14,12 @@ const ENTRY_BYTES: u64 = 128;
 /// Maximum length of a name that is read, in bytes.
 const NAME_BYTES: usize = 96;
 
+/// Values of the variables that describe the two tables: for the fields of classes, the address of the table, the size
+/// of an entry, and the offsets in an entry of the class, the field, its type, whether it is static, its offset and its
+/// address; for the sizes of classes, the address of the table, the size of an entry, and the offsets in an entry of the
+/// class and its size.
+pub(in crate::interpreters) type Tables = [u64; 12];
+
 /// Field of a class.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Field {
@@ -25,9 +31,12 @@ pub(super) struct Field {
 
 /// Layout of the classes of one virtual machine.
 #[derive(Debug, Default)]
-pub(super) struct VmStructs {
+pub(in crate::interpreters) struct VmStructs {
     fields: HashMap<(String, String), Field>,
     sizes: HashMap<String, u64>,
+    /// Classes that were looked up.
+    #[cfg(test)]
+    pub(in crate::interpreters) asked: std::sync::Mutex<std::collections::BTreeSet<String>>,
 }
 
 impl VmStructs {
@@ -37,7 +46,7 @@ impl VmStructs {
     /// # Errors
     /// If the memory of the process cannot be read.
     pub(super) fn read(memory: &Memory, elf: &Elf<'_>, bias: u64) -> Result<Option<Self>> {
-        let tables = elf.exports([
+        let symbols = elf.exports([
             "gHotSpotVMStructs",
             "gHotSpotVMStructEntryArrayStride",
             "gHotSpotVMStructEntryTypeNameOffset",
@@ -51,11 +60,19 @@ impl VmStructs {
             "gHotSpotVMTypeEntryTypeNameOffset",
             "gHotSpotVMTypeEntrySizeOffset",
         ])?;
-        let mut values = [0; 12];
-        for (value, at) in values.iter_mut().zip(tables) {
+        let mut tables = Tables::default();
+        for (value, at) in tables.iter_mut().zip(symbols) {
             let Some(at) = at else { return Ok(None) };
             *value = memory.word(at.wrapping_add(bias))?;
         }
+        Self::read_tables(memory, tables)
+    }
+
+    /// Reads tables. None if there are none.
+    ///
+    /// # Errors
+    /// If the memory cannot be read, or a table has no end.
+    pub(super) fn read_tables(memory: &Memory, tables: Tables) -> Result<Option<Self>> {
         let [
             structs,
             stride,
@@ -64,7 +81,7 @@ impl VmStructs {
             type_stride,
             type_name,
             size,
-        ] = values;
+        ] = tables;
         if structs == 0 || types == 0 {
             return Ok(None);
         }
@@ -105,6 +122,8 @@ impl VmStructs {
 
     /// Returns a field of a class, if the class has this field.
     pub(super) fn field(&self, class: &str, name: &str) -> Option<&Field> {
+        #[cfg(test)]
+        self.ask(class);
         self.fields.get(&(class.to_owned(), name.to_owned()))
     }
 
@@ -132,6 +151,8 @@ impl VmStructs {
     /// # Errors
     /// If the class does not exist.
     pub(super) fn size(&self, class: &str) -> Result<u64> {
+        #[cfg(test)]
+        self.ask(class);
         let size = self.sizes.get(class);
         size.copied().with_context(|| format!("without {class}"))
     }
@@ -182,7 +203,75 @@ impl<'a> Names<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
+
+    /// Memory that tables are encoded into. No process has memory at these addresses.
+    #[derive(Default)]
+    struct Written(BTreeMap<u64, u8>);
+
+    impl Written {
+        const FROM: u64 = 0x1000;
+
+        /// Writes bytes behind the others, and returns their address.
+        fn put(&mut self, bytes: &[u8]) -> u64 {
+            let at = Self::FROM + self.0.len() as u64;
+            self.0.extend((at..).zip(bytes.iter().copied()));
+            at
+        }
+
+        fn put_name(&mut self, name: &str) -> u64 {
+            self.put(format!("{name}\0").as_bytes())
+        }
+
+        /// Writes a table, with a null entry at its end.
+        fn put_table<const WORDS: usize>(&mut self, mut entries: Vec<[u64; WORDS]>) -> u64 {
+            entries.push([0; WORDS]);
+            let bytes = entries.into_iter().flatten().flat_map(u64::to_ne_bytes);
+            self.put(&bytes.collect::<Vec<_>>())
+        }
+    }
+
+    impl VmStructs {
+        pub(super) fn ask(&self, class: &str) {
+            self.asked
+                .lock()
+                .expect("no panic")
+                .insert(class.to_owned());
+        }
+
+        /// Encodes tables of the classes that were looked up. Returns the values of their variables, and their memory.
+        pub(in crate::interpreters) fn encode(&self) -> (Tables, BTreeMap<u64, u8>) {
+            let asked = self.asked.lock().expect("no panic");
+            let mut written = Written::default();
+            let fields = self
+                .fields
+                .iter()
+                .filter(|((class, _), _)| asked.contains(class));
+            let fields: BTreeMap<_, _> = fields.collect();
+            let fields = fields.into_iter().map(|((class, name), field)| {
+                let [class, name, kind] =
+                    [class, name, &field.kind].map(|name| written.put_name(name));
+                // As if all were static: an offset stands where an address does.
+                [class, name, kind, 1, 0, field.at]
+            });
+            let fields = fields.collect();
+            let fields = written.put_table(fields);
+            let sizes = self
+                .sizes
+                .iter()
+                .filter(|(class, _)| asked.contains(*class));
+            let sizes: BTreeMap<_, _> = sizes.collect();
+            let sizes = sizes
+                .into_iter()
+                .map(|(class, &size)| [written.put_name(class), size]);
+            let sizes = sizes.collect();
+            let sizes = written.put_table(sizes);
+            let tables = [fields, 48, 0, 8, 16, 24, 32, 40, sizes, 16, 0, 8];
+            (tables, written.0)
+        }
+    }
 
     #[test]
     fn a_table_without_an_end_or_a_stride_is_none() {

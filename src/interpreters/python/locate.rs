@@ -89,6 +89,26 @@ pub(super) fn locate(pid: u32, files: &mut Files) -> Result<Located<Python>> {
     )
 }
 
+/// Describes the interpreter in a recording, for the BPF side: `[version, has_glibc, runtime, code_type]` are the minor
+/// version, 1 if the process uses glibc, and the addresses of `_PyRuntime` and `PyCode_Type`.
+///
+/// # Errors
+/// If the memory lacks a part of the interpreter.
+pub(crate) fn recorded(
+    memory: Memory,
+    [version, has_glibc, runtime, code_type]: [u64; 4],
+) -> Result<Located<python_process>> {
+    let interpreter = Interpreter {
+        memory,
+        bias: 0,
+        runtime,
+        code_type,
+        version: None,
+        this_thread_state: None,
+    };
+    interpreter.process(version as u8, has_glibc == 1)
+}
+
 /// Interpreter in the memory of a process.
 struct Interpreter {
     memory: Memory,
@@ -129,15 +149,39 @@ impl Interpreter {
     }
 
     fn describe(&self, file: MappedFile, mappings: &[Mapping]) -> Result<Located<Python>> {
-        let unknown = |why: String| Ok(Located::Unsupported(why));
         let Some(minor) = self.minor(&file) else {
-            return unknown("of an unknown version".to_owned());
+            return Ok(Located::Unsupported("of an unknown version".to_owned()));
         };
+        let process = match self.process(minor, has_glibc(mappings))? {
+            Located::Found(process) => *process,
+            Located::None => return Ok(Located::None),
+            Located::Unsupported(why) => return Ok(Located::Unsupported(why)),
+        };
+        let at = self.code_type.wrapping_add(TYPE_DEALLOC);
+        let mut dealloc = self.memory.word(at)?.wrapping_sub(self.bias);
+        // Null: the dynamic linker has not relocated the type yet.
+        if dealloc.wrapping_add(self.bias) == 0 {
+            let elf = Elf::read(file.file())?;
+            let Some(address) = elf.relocated(at.wrapping_sub(self.bias))? else {
+                return Ok(Located::None);
+            };
+            dealloc = address;
+        }
+        Ok(Located::Found(Box::new(Python {
+            process,
+            file,
+            dealloc,
+        })))
+    }
+
+    /// Describes an interpreter of version 3.`minor` for the BPF side.
+    fn process(&self, minor: u8, has_glibc: bool) -> Result<Located<python_process>> {
+        let unknown = |why: String| Ok(Located::Unsupported(why));
         let Some(offsets) = offsets::of(minor) else {
             return unknown(format!("of version 3.{minor}, and 3.10 to 3.15 are known"));
         };
         if minor >= 13 {
-            if self.memory.word(self.runtime + 16)? != 0 {
+            if self.memory.word(self.runtime.wrapping_add(16))? != 0 {
                 return unknown("of a free-threaded build".to_owned());
             }
             let told = [
@@ -146,7 +190,7 @@ impl Interpreter {
                 (72, offsets.threads),
             ];
             for (at, expected) in told {
-                if self.memory.word(self.runtime + at)? != expected {
+                if self.memory.word(self.runtime.wrapping_add(at))? != expected {
                     return unknown("of an unusual build".to_owned());
                 }
             }
@@ -166,26 +210,12 @@ impl Interpreter {
                     "of a C library in which its threads' states are not found".to_owned(),
                 );
             }
-            State::NotYet => match offsets.key.filter(|_| has_glibc(mappings)) {
-                Some(key) => process.key_at = self.runtime + key,
+            State::NotYet => match offsets.key.filter(|_| has_glibc) {
+                Some(key) => process.key_at = self.runtime.wrapping_add(key),
                 None => return Ok(Located::None),
             },
         }
-        let at = self.code_type.wrapping_add(TYPE_DEALLOC);
-        let mut dealloc = self.memory.word(at)?.wrapping_sub(self.bias);
-        // Null: the dynamic linker has not relocated the type yet.
-        if dealloc.wrapping_add(self.bias) == 0 {
-            let elf = Elf::read(file.file())?;
-            let Some(address) = elf.relocated(at.wrapping_sub(self.bias))? else {
-                return Ok(Located::None);
-            };
-            dealloc = address;
-        }
-        Ok(Located::Found(Box::new(Python {
-            process,
-            file,
-            dealloc,
-        })))
+        Ok(Located::Found(Box::new(process)))
     }
 
     /// Returns the minor version: `x` of 3.`x`.
@@ -251,7 +281,7 @@ impl Interpreter {
         let Some(key) = offsets.key else {
             return Ok(None);
         };
-        let key = self.memory.word(self.runtime + key)?;
+        let key = self.memory.word(self.runtime.wrapping_add(key))?;
         let (created, key) = (key as u32, key >> 32);
         Ok((created == 1).then_some(key))
     }
@@ -276,7 +306,8 @@ impl Interpreter {
     /// Returns the thread states of all interpreters.
     fn states(&self, offsets: &Offsets) -> Result<Vec<u64>> {
         let mut states = Vec::new();
-        let mut interpreter = self.memory.word(self.runtime + offsets.interpreters)?;
+        let first = self.runtime.wrapping_add(offsets.interpreters);
+        let mut interpreter = self.memory.word(first)?;
         for _ in 0..INTERPRETERS {
             if interpreter == 0 {
                 break;
@@ -375,6 +406,7 @@ pub(super) mod tests {
     use std::process::Command;
 
     use super::*;
+    use crate::interpreters::recorded;
     use crate::interpreters::search::tests::{Running, is_missing};
 
     /// Starts a Python with several threads.
@@ -403,6 +435,43 @@ pub(super) mod tests {
         );
         assert!(found.deaths().expect("its file").is_some(), "{found:?}");
         assert_ne!(memory::layout(python.pid()).expect("its layout"), 0);
+    }
+
+    #[test]
+    fn a_recorded_interpreter_is_that_of_the_process() {
+        if is_missing("python3") {
+            return;
+        }
+        let python = Running::start(
+            Command::new("python3").args(["-c", "print('ready', flush=True); input()"]),
+        );
+        let mut interpreter = None;
+        let mut files = Files::default();
+        let found = files.locate(
+            python.pid(),
+            |may_hold| may_hold.python,
+            |file, mapping, mappings| {
+                let Some(found) = Interpreter::open(python.pid(), mapping, &file)? else {
+                    return Ok(Inspection::OnlyUses);
+                };
+                let minor = found.minor(&file).expect("a known version");
+                // What reading the version has left in the record is not part of the interpreter.
+                found.memory.log.lock().expect("no panic").clear();
+                let process = found.process(minor, has_glibc(mappings))?;
+                interpreter = Some((found, u64::from(minor)));
+                Ok(Inspection::Holds(process))
+            },
+        );
+        let Located::Found(found) = found.expect("a process of ours") else {
+            panic!("no interpreter");
+        };
+        let (interpreter, minor) = interpreter.expect("found");
+        let numbers = [minor, 1, interpreter.runtime, interpreter.code_type];
+        let log = interpreter.memory.log.lock().expect("no panic");
+        let recording = recorded::tests::encode(&numbers, &log);
+        recorded::tests::keep("python_interpreter", &recording);
+        let expected = format!("{:?}", *found);
+        assert_eq!(recorded::python_interpreter(&recording), Some(expected));
     }
 
     #[test]

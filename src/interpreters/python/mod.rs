@@ -21,7 +21,7 @@ pub mod code;
 pub mod codes;
 mod dealloc_probes;
 pub mod lines;
-mod locate;
+pub(in crate::interpreters) mod locate;
 mod offsets;
 pub(crate) mod pythons;
 
