@@ -1,6 +1,7 @@
 //! `--export FILE.prom`: the file, compared with the rows of the same run, and as Prometheus' own client reads it.
 
 mod dashboard;
+mod servers;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,6 +15,7 @@ use nix::unistd::mkfifo;
 use serde_json::Value;
 
 use self::dashboard::the_dashboard_shows_what_tools_write;
+use self::servers::servers_store_what_tools_serve_and_write;
 use crate::harness::{self, Cgroup, Tool, ToolOutput, Workload, eventually, workload};
 use crate::oomkill;
 use crate::pressure::{Group, Swap};
@@ -31,6 +33,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         what_cannot_be_written_is_told [Once],
         alerts_fire_as_their_tests_say [Host, Once],
         the_dashboard_shows_what_tools_write [Host, Once],
+        servers_store_what_tools_serve_and_write [Host, Once],
     }
 }
 
@@ -75,13 +78,13 @@ pub(crate) fn promtool_accepts(file: &Path) -> Result<()> {
     if harness::in_guest() {
         return Ok(());
     }
-    let promtool = concat!(env!("CARGO_MANIFEST_DIR"), "/target/promtool/promtool");
+    let promtool = concat!(env!("CARGO_MANIFEST_DIR"), "/target/servers/promtool");
     let mut promtool = Command::new(promtool);
     promtool
         .args(["check", "metrics"])
         .stdin(fs::File::open(file)?);
     let checked = promtool.output();
-    let checked = checked.context("no promtool, which scripts/promtool unpacks")?;
+    let checked = checked.context("no promtool, which scripts/prerequisites unpacks")?;
     ensure!(checked.status.success(), "{checked:?}");
     Ok(())
 }
@@ -531,14 +534,14 @@ fn the_file_grows_while_it_traces() -> Result<()> {
 /// The alert rules, as promtool tests them.
 fn alerts_fire_as_their_tests_say() -> Result<()> {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/prometheus");
-    let promtool = concat!(env!("CARGO_MANIFEST_DIR"), "/target/promtool/promtool");
+    let promtool = concat!(env!("CARGO_MANIFEST_DIR"), "/target/servers/promtool");
     for arguments in [
         ["check", "rules", "memtools.rules.yml"],
         ["test", "rules", "memtools.rules.test.yml"],
     ] {
         let mut promtool = Command::new(promtool);
         let checked = promtool.args(arguments).current_dir(folder).output();
-        let checked = checked.context("no promtool, which scripts/promtool unpacks")?;
+        let checked = checked.context("no promtool, which scripts/prerequisites unpacks")?;
         ensure!(checked.status.success(), "{checked:?}");
     }
     Ok(())

@@ -37,7 +37,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 const ALL: [&str; 6] = ["-j", "-o", "0", "-T", "1000", "600"];
 
 /// memleak that serves, and its address.
-struct Serving {
+pub(crate) struct Serving {
     tool: Tool,
     site: Site,
 }
@@ -56,7 +56,7 @@ pub(crate) struct Site {
 }
 
 impl Serving {
-    fn start(args: &[&str]) -> Result<Self> {
+    pub(crate) fn start(args: &[&str]) -> Result<Self> {
         Self::start_until("probes in", args)
     }
 

@@ -1,4 +1,5 @@
-//! Programs that read what the tools write, each compared with the workload's own numbers: flamegraph.pl, jq, DuckDB.
+//! Programs that read what the tools write, each compared with the workload's own numbers: flamegraph.pl, speedscope, jq,
+//! DuckDB.
 
 use std::fs;
 use std::path::Path;
@@ -17,6 +18,7 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "export::consumers":
         flamegraph_pl_draws_the_same_sums [Host, Once],
+        speedscope_shows_the_same_sums [Host, Once],
         lines_are_added_up_by_jq_and_duckdb [Host, Once],
     }
 }
@@ -53,6 +55,54 @@ fn flamegraph_pl_draws_the_same_sums() -> Result<()> {
         "all (35 samples, 100%)",
     ] {
         ensure!(image.contains(title), "no {title} in {image}");
+    }
+    Ok(())
+}
+
+/// Opens a file in speedscope, and returns the text of its table of functions.
+fn speedscope(files: &Files, profile: &str) -> Result<String> {
+    let home = harness::scratch()?;
+    let script = files.path("profile.js")?;
+    let encoded = read(Command::new("base64").args(["-w0", profile]))?;
+    let load = format!("speedscope.loadFileFromBase64({profile:?}, {encoded:?})");
+    fs::write(&script, load)?;
+    let page = Path::new(ROOT).join("target/speedscope/dist/release/index.html");
+    let page = format!(
+        "file://{}#view=sandwich&localProfilePath={script}",
+        page.display()
+    );
+    let mut chromium = Command::new("timeout");
+    chromium
+        .args(["120", "chromium", "--headless=new", "--no-sandbox"])
+        .args([
+            "--allow-file-access-from-files",
+            "--enable-unsafe-swiftshader",
+        ])
+        .args(["--virtual-time-budget=20000", "--dump-dom"])
+        .arg(format!("--user-data-dir={}", home.path().display()))
+        .arg(page)
+        .env("HOME", home.path());
+    let dom = read(&mut chromium)?;
+    let texts = dom
+        .split('<')
+        .filter_map(|tag| Some(tag.split_once('>')?.1.trim()));
+    let texts: Vec<&str> = texts.filter(|text| !text.is_empty()).collect();
+    Ok(texts.join(" "))
+}
+
+fn speedscope_shows_the_same_sums() -> Result<()> {
+    let files = Files::new()?;
+    let (folded, pprof) = (files.path("a.folded")?, files.path("a.pb.gz")?);
+    trace(&["--export", &folded, "--export", &pprof])?;
+    for profile in [&folded, &pprof] {
+        let shown = speedscope(&files, profile)?;
+        for row in [
+            "23 (66%) 23 (66%) grow_heap",
+            "7 (20%) 7 (20%) shrink_heap",
+            "5 (14%) 5 (14%) ask_heap",
+        ] {
+            ensure!(shown.contains(row), "no {row} in {shown}");
+        }
     }
     Ok(())
 }

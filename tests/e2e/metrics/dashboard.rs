@@ -98,9 +98,9 @@ fn promtool_parses(expressions: &[&str]) -> Result<()> {
     // JSON is YAML.
     let groups = json!({"groups": [{"name": "dashboard", "rules": rules}]});
     fs::write(&file, groups.to_string())?;
-    let mut promtool = Command::new(Path::new(ROOT).join("target/promtool/promtool"));
+    let mut promtool = Command::new(Path::new(ROOT).join("target/servers/promtool"));
     let checked = promtool.args(["check", "rules"]).arg(&file).output();
-    let checked = checked.context("no promtool, which scripts/promtool unpacks")?;
+    let checked = checked.context("no promtool, which scripts/prerequisites unpacks")?;
     ensure!(checked.status.success(), "{checked:?}");
     Ok(())
 }
