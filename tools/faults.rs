@@ -13,8 +13,9 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::software_event;
+use memtools::export::exposition::MetricKind;
 use memtools::export::format::{self, FileFormat};
-use memtools::export::metrics::{Family, Kind};
+use memtools::export::metrics::Family;
 use memtools::export::profile::ValueType;
 use memtools::host::page_size;
 use memtools::parse::UsageError;
@@ -111,13 +112,13 @@ static FAULTS: Family = Family {
     name: "memtools_page_faults_total",
     help: "Page faults of the selected kinds, by task.",
     labels: &["comm", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 static BYTES: Family = Family {
     name: "memtools_page_faults_bytes_total",
     help: "Bytes of the pages of page faults of the selected kinds, by task.",
     labels: &["comm", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 fn main() -> ExitCode {

@@ -5,13 +5,14 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
 use crate::export::atomic_file::{AtomicFile, Refreshed};
+use crate::export::exposition::{self, Amount, Exposed, Format, MetricKind};
 use crate::print::histogram::Histogram;
 use crate::print::message;
 
@@ -26,10 +27,6 @@ const ARBITRARY: [&str; 4] = ["comm", "file", "unit", "container"];
 const PAUSE: Duration = Duration::from_millis(500);
 /// Interval at which a tool without reports at intervals checks for something to write.
 pub const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Upper bounds of the buckets of durations, as exponents of two in nanoseconds: from 1 microsecond to 69 seconds,
-/// each four times the one before.
-const BUCKETS: [usize; 14] = [10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36];
-
 /// Metric family: numbers of one kind.
 #[derive(Debug)]
 pub struct Family {
@@ -40,20 +37,7 @@ pub struct Family {
     /// Names of the labels. Labels of arbitrary values are limited to `comm`, `file`, `unit` and `container`.
     pub labels: &'static [&'static str],
     /// Kind of the numbers.
-    pub kind: Kind,
-}
-
-/// Kind of a family's numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// Number of events, pages or bytes.
-    Count,
-    /// Current number, which can fall.
-    Gauge,
-    /// Sum of nanoseconds, which is written as seconds.
-    Seconds,
-    /// Nanoseconds of each event, as a histogram of seconds.
-    Durations,
+    pub kind: MetricKind,
 }
 
 /// Family of the losses of every tool.
@@ -61,7 +45,7 @@ static LOST: Family = Family {
     name: "memtools_lost_total",
     help: "What a tool could not record, by reason.",
     labels: &["what", "tool"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 /// Family of what is normal.
@@ -69,22 +53,8 @@ static INCOMPLETE: Family = Family {
     name: "memtools_incomplete_total",
     help: "What a tool has recorded in part, or may not have recorded, as is normal.",
     labels: &["what", "tool"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
-
-/// Value of one series: one number, or one histogram and its sum.
-#[derive(Debug, Clone, Default)]
-struct Amount {
-    sum: u64,
-    durations: Histogram,
-}
-
-impl Amount {
-    fn add(&mut self, more: &Self) {
-        self.sum += more.sum;
-        self.durations.add_all(&more.durations);
-    }
-}
 
 /// Numbers of one family, by the values of its labels.
 #[derive(Debug)]
@@ -132,82 +102,38 @@ impl FamilySeries {
         }
     }
 
-    /// Writes the family. Each series has the labels of `run`, too. A label without a value is omitted, which is the
-    /// same for Prometheus.
-    fn write(&self, run: &[String], out: &mut dyn Write) -> io::Result<()> {
+    /// Returns the numbers of this moment. Each series has the label `target`, too, which tells this run from others of
+    /// the same tool.
+    fn exposed(&self, target: &str) -> Exposed {
         let Family {
-            name,
+            name, help, kind, ..
+        } = *self.family;
+        let series = self.series.iter().map(|(values, amount)| {
+            let labels = self
+                .family
+                .labels
+                .iter()
+                .copied()
+                .zip(values.iter().cloned());
+            let labels = labels.chain([("target", target.to_owned())]);
+            (labels.collect(), amount.clone())
+        });
+        Exposed {
+            name: name.strip_suffix("_total").unwrap_or(name),
             help,
-            labels,
             kind,
-        } = self.family;
-        let is = match kind {
-            Kind::Durations => "histogram",
-            Kind::Gauge => "gauge",
-            Kind::Count | Kind::Seconds => "counter",
-        };
-        writeln!(out, "# HELP {name} {help}\n# TYPE {name} {is}")?;
-        for (values, amount) in &self.series {
-            let labels = labels.iter().zip(values);
-            let labels = labels.filter(|(_, value)| !value.is_empty());
-            let labels = labels.map(|(label, value)| pair(label, value));
-            let labels: Vec<String> = labels.chain(run.iter().cloned()).collect();
-            if *kind == Kind::Durations {
-                for bits in BUCKETS {
-                    let bound = pair("le", &seconds((1 << bits) - 1));
-                    let labels = braces(&[&labels[..], &[bound]].concat());
-                    let count = amount.durations.count_below(bits);
-                    writeln!(out, "{name}_bucket{labels} {count}")?;
-                }
-                let count = amount.durations.count();
-                let all = braces(&[&labels[..], &[pair("le", "+Inf")]].concat());
-                let (labels, sum) = (braces(&labels), seconds(amount.sum));
-                writeln!(out, "{name}_bucket{all} {count}")?;
-                writeln!(
-                    out,
-                    "{name}_sum{labels} {sum}\n{name}_count{labels} {count}"
-                )?;
-            } else {
-                let labels = braces(&labels);
-                match kind {
-                    Kind::Seconds => writeln!(out, "{name}{labels} {}", seconds(amount.sum))?,
-                    _ => writeln!(out, "{name}{labels} {}", amount.sum)?,
-                }
-            }
+            series: series.collect(),
         }
-        Ok(())
     }
 }
 
-/// Returns `name="value"`, with the value escaped.
-pub(crate) fn pair(name: &str, value: &str) -> String {
-    let value = value
-        .replace('\\', r"\\")
-        .replace('"', "\\\"")
-        .replace('\n', r"\n");
-    format!("{name}=\"{value}\"")
-}
-
-/// Joins labels, each a [`pair`], in braces, as they follow a name.
-pub(crate) fn braces(labels: &[String]) -> String {
-    if labels.is_empty() {
-        String::new()
-    } else {
-        format!("{{{}}}", labels.join(","))
-    }
-}
-
-/// Formats nanoseconds as seconds, without rounding.
-pub(crate) fn seconds(ns: u64) -> String {
-    format!("{}.{:09}", ns / 1_000_000_000, ns % 1_000_000_000)
-}
-
-/// Sums of one run, and their file. Without a file nothing is kept.
+/// Sums of one run, and their file. If there is no file, and they are not served, nothing is kept.
 #[derive(Debug)]
 pub struct Metrics {
     file: Option<Refreshed>,
-    /// Labels of all series, which tell this run from others of the same tool.
-    run: Vec<String>,
+    is_served: bool,
+    /// What is traced.
+    target: String,
     kept: BTreeMap<&'static str, FamilySeries>,
     /// Time of the last write of the file.
     written: Option<Instant>,
@@ -227,7 +153,8 @@ impl Metrics {
         let file = path.map(AtomicFile::readable_at).transpose()?;
         Ok(Self {
             file: file.map(Refreshed::of),
-            run: vec![pair("target", target)],
+            is_served: false,
+            target: target.to_owned(),
             kept: families
                 .iter()
                 .map(|family| (family.name, FamilySeries::of(family)))
@@ -236,9 +163,25 @@ impl Metrics {
         })
     }
 
-    /// Whether there is a file to write.
+    /// Keeps sums that are served, too.
+    #[must_use]
+    pub fn served(self, is_served: bool) -> Self {
+        Self { is_served, ..self }
+    }
+
+    /// Whether sums are kept.
     pub fn is_enabled(&self) -> bool {
-        self.file.is_some()
+        self.file.is_some() || self.is_served
+    }
+
+    /// Returns the numbers of this moment.
+    pub fn exposed(&mut self) -> Vec<Exposed> {
+        let kept = self.kept.values_mut();
+        let settled = kept.map(|kept| {
+            kept.settle();
+            kept.exposed(&self.target)
+        });
+        settled.collect()
     }
 
     /// Adds to a sum. `labels` are the values of the family's labels.
@@ -313,15 +256,13 @@ impl Metrics {
     }
 
     fn write(&mut self) {
-        let Some(file) = &mut self.file else { return };
-        for kept in self.kept.values_mut() {
-            kept.settle();
+        if self.file.is_none() {
+            return;
         }
-        let all = |out: &mut dyn Write| {
-            let mut kept = self.kept.values();
-            Ok(kept.try_for_each(|kept| kept.write(&self.run, out))?)
-        };
-        file.write(all);
+        let families = self.exposed();
+        if let Some(file) = &mut self.file {
+            file.write(|out: &mut dyn Write| Ok(exposition::write(&families, Format::Text, out)?));
+        }
         self.written = Some(Instant::now());
     }
 
@@ -347,19 +288,19 @@ mod tests {
         name: "x_faults_total",
         help: "Faults.",
         labels: &["comm", "type"],
-        kind: Kind::Count,
+        kind: MetricKind::Counter,
     };
     static STALLS: Family = Family {
         name: "x_stall_seconds",
         help: "Stalls.",
         labels: &[],
-        kind: Kind::Durations,
+        kind: MetricKind::Durations,
     };
     static TIME: Family = Family {
         name: "x_seconds_total",
         help: "Time.",
         labels: &[],
-        kind: Kind::Seconds,
+        kind: MetricKind::Seconds,
     };
 
     fn in_file(fill: impl FnOnce(&mut Metrics)) -> String {
@@ -446,7 +387,7 @@ mod tests {
             name: "x_tasks_total",
             help: "Tasks.",
             labels: &["comm", "unit", "container", "kind"],
-            kind: Kind::Count,
+            kind: MetricKind::Counter,
         };
         let text = in_file(|metrics| {
             for number in 0..1009 {
@@ -473,7 +414,7 @@ mod tests {
             name: "x_live_bytes",
             help: "Live.",
             labels: &["comm"],
-            kind: Kind::Gauge,
+            kind: MetricKind::Gauge,
         };
         let text = in_file(|metrics| {
             metrics.add(&LIVE, &["a"], 7);

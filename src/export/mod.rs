@@ -11,11 +11,13 @@
 //! | [`saved_profile`] | profiles of earlier runs, to compare reports with |
 //! | [`pprof`] | profiles in pprof's format |
 //! | [`perfetto`] | timelines, and heap profiles on them, for ui.perfetto.dev |
-//! | [`metrics`] | sums for Prometheus |
+//! | [`metrics`] | sums of a run, and their file for Prometheus |
+//! | [`exposition`] | metrics as text, for Prometheus |
 //! | [`spool`] | folders of files that are written whole or not at all |
 //! | [`atomic_file`] | files that are written whole or not at all |
 
 pub mod atomic_file;
+pub mod exposition;
 pub mod files;
 pub mod flame;
 pub mod folded;

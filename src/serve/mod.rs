@@ -15,14 +15,12 @@
 //! | [`report`] | contents of a report that is served |
 //! | [`trend`] | growth of stacks |
 //! | `html` | the page for people |
-//! | [`openmetrics`] | numbers for Prometheus |
 
 pub mod address;
 mod body;
 mod exchange;
 mod html;
 mod http;
-pub mod openmetrics;
 mod pages;
 pub mod report;
 pub mod server;

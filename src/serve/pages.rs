@@ -4,11 +4,11 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::export::exposition::{self, Format};
 use crate::serve::body::{Body, BodyMemory, NoBody};
 use crate::serve::exchange::Unavailable;
 use crate::serve::html;
 use crate::serve::http::{Request, Response, Status};
-use crate::serve::openmetrics;
 use crate::serve::report::{Content, ServedReport};
 use crate::serve::server::{Permit, Shared};
 
@@ -33,7 +33,12 @@ pub(super) fn answer(request: &Request, shared: &Arc<Shared>) -> Response {
             // Both formats are read by those that name none.
             let is_old = request.names_format("text/plain")
                 && !request.names_format("application/openmetrics-text");
-            with_numbers(shared, if is_old { prometheus } else { open_metrics })
+            let format = if is_old {
+                Format::Text
+            } else {
+                Format::OpenMetrics
+            };
+            with_numbers(shared, format)
         }
         path => match path.strip_prefix(PPROF) {
             Some("") => Ok(html(Body::message(html::index()))),
@@ -65,12 +70,9 @@ fn with_report(
     make(&report, content, &shared.bodies).map_err(no_body)
 }
 
-fn with_numbers(
-    shared: &Shared,
-    make: fn(&ServedReport, &Arc<BodyMemory>) -> Result<Response, NoBody>,
-) -> Result<Response, Response> {
+fn with_numbers(shared: &Shared, format: Format) -> Result<Response, Response> {
     let report = shared.exchange.report().map_err(unavailable)?;
-    make(&report, &shared.bodies).map_err(no_body)
+    metrics(&report, &shared.bodies, format).map_err(no_body)
 }
 
 fn no_body(reason: NoBody) -> Response {
@@ -135,16 +137,17 @@ fn flame(
     })
 }
 
-fn open_metrics(report: &ServedReport, bodies: &Arc<BodyMemory>) -> Result<Response, NoBody> {
-    let metrics = || bodies.body(|out| Ok(openmetrics::write(&report.families, out)?));
-    let body = report.openmetrics.get_or_make(metrics)?;
-    Ok(ok(openmetrics::CONTENT_TYPE, body))
-}
-
-fn prometheus(report: &ServedReport, bodies: &Arc<BodyMemory>) -> Result<Response, NoBody> {
-    let metrics = || bodies.body(|out| Ok(openmetrics::write_as_text(&report.families, out)?));
-    let body = report.prometheus.get_or_make(metrics)?;
-    Ok(ok(openmetrics::TEXT_TYPE, body))
+fn metrics(
+    report: &ServedReport,
+    bodies: &Arc<BodyMemory>,
+    format: Format,
+) -> Result<Response, NoBody> {
+    let cached = match format {
+        Format::OpenMetrics => &report.openmetrics,
+        Format::Text => &report.prometheus,
+    };
+    let text = || bodies.body(|out| Ok(exposition::write(&report.families, format, out)?));
+    Ok(ok(format.content_type(), cached.get_or_make(text)?))
 }
 
 /// Returns a profile, or what was added within some seconds, under the headers that Go programs send.

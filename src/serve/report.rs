@@ -7,12 +7,12 @@ use std::time::Instant;
 
 use anyhow::Result;
 
+use crate::export::exposition::Exposed;
 use crate::export::flame::Graph;
 use crate::export::pprof::Encoded;
 use crate::export::profile::{Profile, Sample};
 use crate::print::{clock, text};
 use crate::serve::body::CachedBody;
-use crate::serve::openmetrics::Family;
 use crate::serve::trend::{Key, Trend, Trends};
 use crate::stacks::named::{Frame, NamedStack};
 
@@ -22,7 +22,7 @@ const TOP: usize = 10;
 /// A report, and its formats as they were first requested.
 #[derive(Default)]
 pub struct ServedReport {
-    pub(super) families: Vec<Family>,
+    pub(super) families: Vec<Exposed>,
     /// Profile of the report. None if there are only numbers.
     pub(super) content: Option<Content>,
     pub(super) html: CachedBody,
@@ -79,7 +79,7 @@ impl ServedReport {
         profile: &Profile,
         keys: &[Key],
         trends: &Trends,
-        families: Vec<Family>,
+        families: Vec<Exposed>,
         lost: Option<String>,
     ) -> Self {
         let graph = Graph::of(profile);
@@ -99,7 +99,7 @@ impl ServedReport {
     }
 
     /// Creates a report of numbers, without a profile.
-    pub fn of_numbers(families: Vec<Family>) -> Self {
+    pub fn of_numbers(families: Vec<Exposed>) -> Self {
         Self {
             families,
             ..Self::default()

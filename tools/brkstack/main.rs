@@ -13,7 +13,8 @@ use anyhow::Result;
 use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::{attach, kernel_support, map_create};
-use memtools::export::metrics::{Family, Kind};
+use memtools::export::exposition::MetricKind;
+use memtools::export::metrics::Family;
 use memtools::export::profile::ValueType;
 use memtools::host::page_size;
 use memtools::print::output::Output;
@@ -34,13 +35,13 @@ static CALLS: Family = Family {
     name: "memtools_brk_calls_total",
     help: "Calls of brk(2), or with --growth those that grow the heap, by task.",
     labels: &["comm", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 static GROWTH: Family = Family {
     name: "memtools_brk_growth_bytes_total",
     help: "Bytes by which calls of brk(2) have grown heaps, by task.",
     labels: &["comm", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 fn main() -> ExitCode {

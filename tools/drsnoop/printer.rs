@@ -6,8 +6,9 @@ use std::rc::Rc;
 use anyhow::Result;
 use libbpf_rs::MapMut;
 use memtools::bpf::types::known;
+use memtools::export::exposition::MetricKind;
 use memtools::export::files::{Exports, ProfileInfo};
-use memtools::export::metrics::{Family, Kind as Sums, Metrics};
+use memtools::export::metrics::{Family, Metrics};
 use memtools::export::profile::{Sample, ValueType};
 use memtools::host::page_size;
 use memtools::host::values::Values;
@@ -35,19 +36,19 @@ static STALLS: Family = Family {
     name: "memtools_reclaim_stall_duration_seconds",
     help: "Duration of direct reclaim, by reason.",
     labels: &["kind"],
-    kind: Sums::Durations,
+    kind: MetricKind::Durations,
 };
 static STALLED: Family = Family {
     name: "memtools_reclaim_stalled_seconds_total",
     help: "Time that tasks spent in direct reclaim.",
     labels: &["comm", "unit", "container", "kind"],
-    kind: Sums::Seconds,
+    kind: MetricKind::Seconds,
 };
 static RECLAIMED: Family = Family {
     name: "memtools_reclaim_stalled_pages_total",
     help: "Pages that tasks reclaimed before they got any.",
     labels: &["comm", "unit", "container", "kind"],
-    kind: Sums::Count,
+    kind: MetricKind::Counter,
 };
 
 /// Printer that turns events into rows.

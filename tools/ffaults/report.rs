@@ -10,7 +10,8 @@ use libbpf_rs::MapMut;
 use memtools::bpf::map_cache::EntryCache;
 use memtools::bpf::map_counts::Counts;
 use memtools::bpf::types;
-use memtools::export::metrics::{Family, Kind, Metrics};
+use memtools::export::exposition::MetricKind;
+use memtools::export::metrics::{Family, Metrics};
 use memtools::print::clock::{self, Clock};
 use memtools::print::file_path::{self, PathExtent};
 use memtools::print::output::Output;
@@ -30,14 +31,14 @@ pub(crate) static FAULTS: Family = Family {
     name: "memtools_file_page_faults_total",
     help: "Page faults, by file.",
     labels: &["file", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 pub(crate) static MAJOR: Family = Family {
     name: "memtools_file_major_page_faults_total",
     help: "Page faults that waited for a disk or for swap, by file.",
     labels: &["file", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 /// Key of the counts, as it is printed.

@@ -3,7 +3,8 @@
 use std::io::{self, Write};
 
 use jiff::Zoned;
-use memtools::export::metrics::{Family, Kind, Metrics};
+use memtools::export::exposition::MetricKind;
+use memtools::export::metrics::{Family, Metrics};
 use memtools::print::output;
 use memtools::print::text;
 use memtools::print::{
@@ -20,13 +21,13 @@ pub(crate) static FAULTS: Family = Family {
     name: "memtools_huge_page_faults_total",
     help: "Page faults on huge pages, by task and by reason where that is requested.",
     labels: &["comm", "unit", "container", "reason"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 pub(crate) static MADVISE: Family = Family {
     name: "memtools_huge_page_madvise_calls_total",
     help: "Calls of madvise(2) with MADV_HUGEPAGE, by task.",
     labels: &["comm", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 /// Faults of one process, or its faults of one page size and reason.

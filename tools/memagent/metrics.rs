@@ -3,19 +3,16 @@
 use std::fs;
 use std::time::Duration;
 
+use memtools::export::exposition::{Exposed, Labels, MetricKind};
 use memtools::process::labels::Workload;
-use memtools::serve::openmetrics::{Family, Kind};
 use memtools::watch::cgroups::WatchedCgroup;
 use memtools::watch::growth::Reason;
 use nix::sys::resource::{UsageWho, getrusage};
 
 use crate::agent::Agent;
 
-/// Labels of a series.
-type Labels = Vec<(&'static str, String)>;
-
 /// Returns all families.
-pub(crate) fn families(agent: &Agent) -> Vec<Family> {
+pub(crate) fn families(agent: &Agent) -> Vec<Exposed> {
     let mut families = cgroups(agent);
     families.push(kills(agent));
     families.push(processes(agent));
@@ -23,16 +20,6 @@ pub(crate) fn families(agent: &Agent) -> Vec<Family> {
     families.push(suspicious(agent));
     families.extend(own(agent));
     families
-}
-
-fn family(kind: Kind, name: &'static str, unit: &'static str, help: &'static str) -> Family {
-    Family {
-        name,
-        help,
-        unit,
-        kind,
-        series: Vec::new(),
-    }
 }
 
 /// Returns the labels of a cgroup: its path, and what runs there.
@@ -67,9 +54,9 @@ fn exposed(agent: &Agent) -> (Vec<&WatchedCgroup>, Vec<&WatchedCgroup>) {
     (all, rest)
 }
 
-fn cgroups(agent: &Agent) -> Vec<Family> {
+fn cgroups(agent: &Agent) -> Vec<Exposed> {
     let (shown, rest) = exposed(agent);
-    let bytes = |name, help| family(Kind::Gauge, name, "bytes", help);
+    let bytes = |name, help| Exposed::new(MetricKind::Gauge, name, help);
     let mut held = bytes(
         "memagent_cgroup_held_bytes",
         "Memory of a cgroup that the kernel cannot reclaim without swap.",
@@ -79,19 +66,17 @@ fn cgroups(agent: &Agent) -> Vec<Family> {
         "Memory of a cgroup, including page cache.",
     );
     let mut limit = bytes("memagent_cgroup_limit_bytes", "Limit of a cgroup's memory.");
-    let mut exhausted = family(
-        Kind::Gauge,
+    let mut exhausted = Exposed::new(
+        MetricKind::Gauge,
         "memagent_cgroup_exhausted_seconds",
-        "seconds",
         "Time to the limit at the rate of the last minute; absent if memory does not grow steadily.",
     );
-    let mut hits = family(
-        Kind::Counter,
+    let mut hits = Exposed::new(
+        MetricKind::Counter,
         "memagent_limit_hits",
-        "",
         "Number of times that a cgroup's limit was hit.",
     );
-    let stall = |name, help| family(Kind::Seconds, name, "seconds", help);
+    let stall = |name, help| Exposed::new(MetricKind::Seconds, name, help);
     let mut some = stall(
         "memagent_pressure_some_seconds",
         "Time in which some task of a cgroup waited for memory.",
@@ -103,10 +88,10 @@ fn cgroups(agent: &Agent) -> Vec<Family> {
     for group in &shown {
         let labels = labels(&group.path, &group.workload);
         let now = &group.now;
-        let add = |family: &mut Family, number: Option<u64>| {
-            family
-                .series
-                .extend(number.map(|number| (labels.clone(), number)));
+        let add = |family: &mut Exposed, number: Option<u64>| {
+            if let Some(number) = number {
+                family.add(labels.clone(), number);
+            }
         };
         let left = now
             .limit
@@ -122,33 +107,30 @@ fn cgroups(agent: &Agent) -> Vec<Family> {
     if !rest.is_empty() {
         let other = labels("other", &Workload::default());
         let sum = |number: fn(&WatchedCgroup) -> u64| rest.iter().map(|group| number(group)).sum();
-        held.series
-            .push((other.clone(), sum(|group| group.now.held)));
-        current.series.push((other, sum(|group| group.now.current)));
+        held.add(other.clone(), sum(|group| group.now.held));
+        current.add(other, sum(|group| group.now.current));
     }
     vec![held, current, limit, exhausted, hits, some, full]
 }
 
-fn kills(agent: &Agent) -> Family {
-    let mut kills = family(
-        Kind::Counter,
+fn kills(agent: &Agent) -> Exposed {
+    let mut kills = Exposed::new(
+        MetricKind::Counter,
         "memagent_oom_kills",
-        "",
         "Processes of a cgroup that the OOM killer has killed while the agent ran, by the limit that was hit.",
     );
     for (path, limit, count) in agent.kills.iter() {
         let mut labels = labels(path, &count.workload);
         labels.push(("limit", limit.name().to_owned()));
-        kills.series.push((labels, count.count));
+        kills.add(labels, count.count);
     }
     kills
 }
 
-fn processes(agent: &Agent) -> Family {
-    let mut anon = family(
-        Kind::Gauge,
+fn processes(agent: &Agent) -> Exposed {
+    let mut anon = Exposed::new(
+        MetricKind::Gauge,
         "memagent_process_anon_bytes",
-        "bytes",
         "Resident anonymous memory of the largest processes.",
     );
     for process in agent.processes.largest(agent.config.metrics.processes) {
@@ -157,14 +139,14 @@ fn processes(agent: &Agent) -> Family {
         let mut labels = labels(path, &workload);
         labels.push(("pid", process.pid.to_string()));
         labels.push(("comm", process.comm.clone()));
-        anon.series.push((labels, process.anon));
+        anon.add(labels, process.anon);
     }
     anon
 }
 
-fn machine(agent: &Agent) -> Vec<Family> {
+fn machine(agent: &Agent) -> Vec<Exposed> {
     let memory = &agent.memory;
-    let bytes = |name, help, number| Family::one(Kind::Gauge, name, "bytes", help, number);
+    let bytes = |name, help, number| Exposed::one(MetricKind::Gauge, name, help, number);
     let mut families = vec![
         bytes("memagent_node_memory_bytes", "All memory.", memory.total),
         bytes(
@@ -194,24 +176,22 @@ fn machine(agent: &Agent) -> Vec<Family> {
         ),
     ];
     let left = agent.machine_growth.time_left(memory.held(), memory.total);
-    let mut exhausted = family(
-        Kind::Gauge,
+    let mut exhausted = Exposed::new(
+        MetricKind::Gauge,
         "memagent_node_exhausted_seconds",
-        "seconds",
         "Time until no memory is available at the rate of the last minute; absent if it does not grow steadily.",
     );
-    exhausted
-        .series
-        .extend(left.map(|left| (Vec::new(), left.as_secs())));
+    if let Some(left) = left {
+        exhausted.add(Vec::new(), left.as_secs());
+    }
     families.push(exhausted);
     families
 }
 
-fn suspicious(agent: &Agent) -> Family {
-    let mut family = family(
-        Kind::Gauge,
+fn suspicious(agent: &Agent) -> Exposed {
+    let mut family = Exposed::new(
+        MetricKind::Gauge,
         "memagent_suspicious",
-        "",
         "1 for each cgroup whose memory is suspicious, and for the machine, with the reason.",
     );
     let mut add = |mut labels: Labels, reason: Option<Reason>| {
@@ -219,7 +199,7 @@ fn suspicious(agent: &Agent) -> Family {
             && family.series.len() < agent.config.metrics.cgroups
         {
             labels.push(("reason", reason.name().to_owned()));
-            family.series.push((labels, 1));
+            family.add(labels, 1);
         }
     };
     add(Vec::new(), agent.machine_growth.suspicion());
@@ -232,21 +212,21 @@ fn suspicious(agent: &Agent) -> Family {
     family
 }
 
-fn own(agent: &Agent) -> Vec<Family> {
-    let count = |name, help, number| Family::one(Kind::Counter, name, "", help, number);
-    let gauge = |name, help, number: usize| Family::one(Kind::Gauge, name, "", help, number as u64);
+fn own(agent: &Agent) -> Vec<Exposed> {
+    let version = vec![("version", env!("CARGO_PKG_VERSION").to_owned())];
+    let count = |name, help, number| Exposed::one(MetricKind::Counter, name, help, number);
+    let gauge =
+        |name, help, number: usize| Exposed::one(MetricKind::Gauge, name, help, number as u64);
     vec![
-        Family::one(
-            Kind::Seconds,
+        Exposed::one(
+            MetricKind::Seconds,
             "memagent_cpu_seconds",
-            "seconds",
             "CPU time of the agent.",
             cpu_ns(),
         ),
-        Family::one(
-            Kind::Gauge,
+        Exposed::one(
+            MetricKind::Gauge,
             "memagent_resident_bytes",
-            "bytes",
             "Resident memory of the agent.",
             resident(),
         ),
@@ -295,9 +275,9 @@ fn own(agent: &Agent) -> Vec<Family> {
             "Times that the kernel overwrote records of its log before they were read.",
             agent.own.log_gaps,
         ),
-        Family {
-            series: vec![(vec![("version", env!("CARGO_PKG_VERSION").to_owned())], 1)],
-            ..family(Kind::Info, "memagent_build", "", "Version of the agent.")
+        Exposed {
+            series: vec![(version, 1.into())],
+            ..Exposed::new(MetricKind::Info, "memagent_build", "Version of the agent.")
         },
     ]
 }

@@ -1,8 +1,9 @@
-//! Sums of each process for `--export FILE.prom`. They have the names of the metrics of `--serve`.
+//! Sums of each process for `--export FILE.prom` and for `--serve`.
 
 use std::collections::HashMap;
 
-use memtools::export::metrics::{Family, Kind};
+use memtools::export::exposition::MetricKind;
+use memtools::export::metrics::Family;
 
 use crate::sums::{Total, View};
 
@@ -13,13 +14,13 @@ static OUTSTANDING: [Family; 2] = [
         name: "memtools_memleak_outstanding_bytes",
         help: "What was allocated and is not freed, by process.",
         labels: LABELS,
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
     },
     Family {
         name: "memtools_memleak_outstanding_allocations",
         help: "Allocations that are not freed, by process.",
         labels: LABELS,
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
     },
 ];
 static PEAK: [Family; 2] = [
@@ -27,13 +28,13 @@ static PEAK: [Family; 2] = [
         name: "memtools_memleak_peak_bytes",
         help: "Outstanding bytes at peak usage.",
         labels: LABELS,
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
     },
     Family {
         name: "memtools_memleak_peak_allocations",
         help: "Outstanding allocations at peak usage.",
         labels: LABELS,
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
     },
 ];
 static ALLOCATED: [Family; 2] = [
@@ -41,13 +42,13 @@ static ALLOCATED: [Family; 2] = [
         name: "memtools_memleak_allocated_bytes_total",
         help: "What was allocated, freed or not, by process.",
         labels: LABELS,
-        kind: Kind::Count,
+        kind: MetricKind::Counter,
     },
     Family {
         name: "memtools_memleak_allocations_total",
         help: "Allocations, freed or not, by process.",
         labels: LABELS,
-        kind: Kind::Count,
+        kind: MetricKind::Counter,
     },
 ];
 static CHURNED: [Family; 2] = [
@@ -55,13 +56,13 @@ static CHURNED: [Family; 2] = [
         name: "memtools_memleak_churned_bytes_total",
         help: "What was freed within an interval of its allocation, by process.",
         labels: LABELS,
-        kind: Kind::Count,
+        kind: MetricKind::Counter,
     },
     Family {
         name: "memtools_memleak_churned_allocations_total",
         help: "Allocations that were freed within an interval, by process.",
         labels: LABELS,
-        kind: Kind::Count,
+        kind: MetricKind::Counter,
     },
 ];
 

@@ -250,7 +250,7 @@ pub(crate) struct ReportSettings {
 impl ProcessPlan {
     /// Whether the cgroups of processes are needed: for the column, for JSON, or for labels of metrics.
     pub(crate) fn wants_cgroups(&self) -> bool {
-        let always = self.report.is_json() || self.outputs.export.has_metrics();
+        let always = self.report.is_json() || self.outputs.has_metrics();
         self.containers.wanted(always)
     }
 }
@@ -332,9 +332,17 @@ impl OutputSettings {
         let difference = earlier.map(|path| Difference::read(path, values, self.permitted_growth));
         Ok(Files {
             exports,
-            metrics: self.export.metrics(&families, &self.target)?,
+            metrics: self
+                .export
+                .metrics(&families, &self.target)?
+                .served(self.serve.serve.is_some()),
             difference: difference.transpose()?,
         })
+    }
+
+    /// Whether sums are kept for a file of metrics, or served.
+    fn has_metrics(&self) -> bool {
+        self.export.has_metrics() || self.serve.serve.is_some()
     }
 
     /// Whether anything is made of reports that always has source lines, such as a profile.

@@ -4,8 +4,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::Result;
+use memtools::export::exposition::MetricKind;
 use memtools::export::folded::Folded;
-use memtools::export::metrics::Kind;
 use memtools::export::profile::{Profile, Sample};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
@@ -125,6 +125,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         }
         self.export(&found.totals)?;
         self.record_metrics(&found.totals)?;
+        self.files.metrics.write_if_due();
         self.record_trends(&found.totals);
         self.history.add(now, found.totals);
         self.output.flush()?;
@@ -246,14 +247,14 @@ impl<'a, S: Source> Reporter<'a, S> {
         difference.print(&profile, self.settings.top, &mut self.output)
     }
 
-    /// Adds the sums of each process to the file of metrics, if there is one, or replaces them if they can fall.
+    /// Adds the sums of each process to the metrics, if they are kept, or replaces the sums if they can fall.
     fn record_metrics(&mut self, totals: &Totals) -> Result<()> {
         if !self.files.metrics.is_enabled() {
             return Ok(());
         }
         let [bytes, allocations] = metrics::families(self.settings.view);
         let mut sums = sums::by_process(totals);
-        if bytes.kind == Kind::Count {
+        if bytes.kind == MetricKind::Counter {
             sums = self.counted.added(sums);
         } else {
             self.files.metrics.reset(bytes);
@@ -269,7 +270,6 @@ impl<'a, S: Source> Reporter<'a, S> {
                 .add(allocations, &labels, total.allocations);
         }
         self.source.losses()?.measure(&mut self.files.metrics);
-        self.files.metrics.write_if_due();
         Ok(())
     }
 
@@ -291,17 +291,17 @@ impl<'a, S: Source> Reporter<'a, S> {
     /// report does not change what the next printed one shows.
     fn served(&mut self) -> Result<ServedReport> {
         let ReportData { totals, .. } = self.source.snapshot(clock::monotonic_ns(), false)?;
+        self.record_metrics(&totals)?;
         self.record_trends(&totals);
         let profile = self.profile(&totals)?;
         let lost = self.source.losses()?;
         let numbers = Numbers {
-            view: self.settings.view,
-            sum: Sum::of(&totals),
+            outstanding_stacks: (self.settings.view == View::Outstanding).then_some(totals.len()),
             frees: self.source.heading().frees,
             hits: self.source.hits(),
-            lost,
         };
-        let families = numbers.families(&profile);
+        let mut families = self.files.metrics.exposed();
+        families.extend(numbers.families(&profile));
         let keys: Vec<_> = totals.keys().map(|key| serve::key(*key)).collect();
         let lost = lost.any().then(|| lost.to_string());
         Ok(ServedReport::new(

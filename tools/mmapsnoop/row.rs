@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::io::{self, Write};
 use std::rc::Rc;
 
-use memtools::export::metrics::{self, Family, Metrics};
+use memtools::export::exposition::MetricKind;
+use memtools::export::metrics::{Family, Metrics};
 use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
 use memtools::print::errno;
@@ -25,13 +26,13 @@ pub(crate) static CALLS: Family = Family {
     name: "memtools_mapping_calls_total",
     help: "Calls of mmap(2), and with --munmap of munmap(2) and mremap(2), by task and result.",
     labels: &["comm", "unit", "container", "call", "result"],
-    kind: metrics::Kind::Count,
+    kind: MetricKind::Counter,
 };
 pub(crate) static MAPPED: Family = Family {
     name: "memtools_mapped_bytes_total",
     help: "Bytes that calls of mmap(2) have mapped, by task.",
     labels: &["comm", "unit", "container"],
-    kind: metrics::Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 /// Record of the ring buffer.

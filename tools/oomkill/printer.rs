@@ -6,8 +6,9 @@ use std::rc::Rc;
 use anyhow::Result;
 use libbpf_rs::MapMut;
 use memtools::bpf::types::known;
+use memtools::export::exposition::MetricKind;
 use memtools::export::files::{Exports, ProfileInfo};
-use memtools::export::metrics::{self, Family, Metrics};
+use memtools::export::metrics::{Family, Metrics};
 use memtools::export::profile::{Sample, ValueType};
 use memtools::host::page_size;
 use memtools::print::clock::Clock;
@@ -35,7 +36,7 @@ pub(crate) static KILLS: Family = Family {
     name: "memtools_oom_kills_total",
     help: "OOM kills, by limit: the machine's (global), a cgroup's (memcg).",
     labels: &["comm", "unit", "container", "kind"],
-    kind: metrics::Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 /// Kind in metrics of processes that are killed with a victim, as they share its memory or its whole cgroup is

@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::io::{self, Write};
 use std::time::Duration;
 
-use memtools::export::metrics::{self, Family, Metrics};
+use memtools::export::exposition::MetricKind;
+use memtools::export::metrics::{Family, Metrics};
 use memtools::print::clock::Clock;
 use memtools::print::errno;
 use memtools::print::flags;
@@ -54,7 +55,7 @@ pub(crate) static CALLS: Family = Family {
     name: "memtools_shared_memory_calls_total",
     help: "Calls of shmget(2), shmat(2), shmdt(2) and shmctl(2), by task and result.",
     labels: &["comm", "unit", "container", "call", "result"],
-    kind: metrics::Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 /// Optional columns.

@@ -3,7 +3,8 @@
 use std::io::{self, Write};
 
 use jiff::Zoned;
-use memtools::export::metrics::{Family, Kind, Metrics};
+use memtools::export::exposition::MetricKind;
+use memtools::export::metrics::{Family, Metrics};
 use memtools::print::timeline::{Count, TimelineEntry, Unit};
 use memtools::print::{clock, output};
 use memtools::process::container::{self, CgroupInfo};
@@ -13,28 +14,28 @@ pub(crate) static PAGES_IN: Family = Family {
     name: "memtools_swap_in_pages_total",
     help: "Pages swapped in, by the task that read them.",
     labels: &["comm", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 pub(crate) static PAGES_ZSWAP: Family = Family {
     name: "memtools_swap_in_zswap_pages_total",
     help: "Pages swapped in that zswap had in memory, compressed.",
     labels: &["comm", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 pub(crate) static PAGES_OUT: Family = Family {
     name: "memtools_swap_out_pages_total",
     help: "Pages written to swap, by the task that wrote them.",
     labels: &["comm", "unit", "container"],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 pub(crate) static HELD_UP: Family = Family {
     name: "memtools_swap_in_duration_seconds",
     help: "Time for which tasks waited for pages from swap.",
     labels: &[],
-    kind: Kind::Durations,
+    kind: MetricKind::Durations,
 };
 
 /// Optional columns.

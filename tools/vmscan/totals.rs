@@ -4,7 +4,8 @@ use anyhow::{Context, Result};
 use jiff::Zoned;
 use libbpf_rs::{MapCore, MapFlags, MapMut};
 use memtools::bpf::types;
-use memtools::export::metrics::{Family, Kind, Metrics};
+use memtools::export::exposition::MetricKind;
+use memtools::export::metrics::{Family, Metrics};
 use memtools::print::histogram::Histogram;
 
 use crate::attach::Available;
@@ -18,21 +19,21 @@ static OPERATIONS: Family = Family {
     name: "memtools_reclaim_operation_duration_seconds",
     help: "How long operations of page reclaim took, by kind, on all CPUs.",
     labels: &["operation"],
-    kind: Kind::Durations,
+    kind: MetricKind::Durations,
 };
 
 static WAKEUPS: Family = Family {
     name: "memtools_kswapd_wakeups_total",
     help: "Times that kswapd was asked to wake up.",
     labels: &[],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 static WRITTEN: Family = Family {
     name: "memtools_reclaim_written_pages_total",
     help: "Pages (folios) that reclaim began to write out.",
     labels: &[],
-    kind: Kind::Count,
+    kind: MetricKind::Counter,
 };
 
 /// Operations that take time, with their histograms' names.

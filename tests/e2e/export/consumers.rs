@@ -7,9 +7,12 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use serde_json::Value;
 
 use super::Files;
-use crate::harness::{self, Tool, Workload};
+use crate::harness::{self, Tool, Workload, workload};
+use crate::oomkill;
+use crate::pressure::Group;
 
 /// Calls that grow the heap by a page, that shrink it by as much, and that ask for its end.
 const CALLS: [&str; 3] = ["23", "7", "5"];
@@ -20,6 +23,7 @@ pub(super) fn tests() -> Vec<Trial> {
         flamegraph_pl_draws_the_same_sums [Host, Once],
         speedscope_shows_the_same_sums [Host, Once],
         lines_are_added_up_by_jq_and_duckdb [Host, Once],
+        the_examples_of_the_manual_read_one_store [Host, Once],
     }
 }
 
@@ -127,5 +131,65 @@ fn lines_are_added_up_by_jq_and_duckdb() -> Result<()> {
     let summed = read(&mut duckdb)?;
     let text = fs::read_to_string(&lines)?;
     ensure!(summed.trim_end() == expected, "duckdb: {summed} of {text}");
+    Ok(())
+}
+
+/// Runs the commands below the heading "JSON in one store", with the store in another folder. drsnoop, the first of them,
+/// has a task that reclaims memory.
+fn the_examples_of_the_manual_read_one_store() -> Result<()> {
+    let manual = fs::read_to_string(Path::new(ROOT).join("docs/outputs.md"))?;
+    let example = manual.split("## JSON in one store").nth(1);
+    let example = example.and_then(|rest| rest.split("```\n").nth(1));
+    let commands = example.context("no example")?;
+    let files = Files::new()?;
+    let stored = files.path("drsnoop.ndjson")?;
+    ensure!(
+        commands.starts_with("drsnoop -j -o /var/log/memtools/drsnoop.ndjson &\n"),
+        "{commands}"
+    );
+    let group = Group::new("memtools-consumers", 8 << 20)?;
+    group.forbid_swap()?;
+    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64", "77"]))?;
+    let pid = hog.pid();
+    let mut tool = Tool::start("drsnoop", &["--memcg", "-p", &pid, "-j", "-o", &stored])?;
+    tool.wait_for_stderr("tracing direct reclaim")?;
+    oomkill::kill(&mut hog)?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+
+    let lines = fs::read_to_string(&stored)?;
+    let lines = lines.lines().map(serde_json::from_str);
+    let lines: Vec<Value> = lines.collect::<Result<_, _>>()?;
+    let stalls = lines.iter().filter(|line| line["type"] == "reclaim");
+    let stalls: Vec<u64> = stalls
+        .filter_map(|line| line["latency_ns"].as_u64())
+        .collect();
+    ensure!(!stalls.is_empty(), "nothing was reclaimed: {lines:?}");
+
+    // The module of Python has DuckDB itself, but not its command.
+    let python = "import duckdb, sys; print(*duckdb.sql(sys.argv[1]).fetchall()[0])";
+    let duckdb = format!(
+        "duckdb() {{ PYTHONPATH='{ROOT}/target/duckdb' /usr/bin/python3 -c '{python}' \"$2\"; }}\n"
+    );
+    let folder = Path::new(&stored).parent().context("no folder")?;
+    let commands = commands.replace("/var/log/memtools", &folder.to_string_lossy());
+    let (_, readers) = commands.split_once('\n').context("no readers")?;
+    let printed = read(Command::new("sh").args(["-ec", &(duckdb + readers)]))?;
+    let (long, summed) = printed
+        .trim_end()
+        .rsplit_once('\n')
+        .unwrap_or(("", printed.trim_end()));
+    let expected_long = stalls.iter().filter(|&&ns| ns > 1_000_000).count();
+    ensure!(
+        long.lines().count() == expected_long,
+        "{stalls:?}: {printed}"
+    );
+    let words: Vec<&str> = summed.split(' ').collect();
+    let [_, "hog", count, ms] = words[..] else {
+        anyhow::bail!("{printed}");
+    };
+    ensure!(count.parse() == Ok(stalls.len()), "{stalls:?}: {printed}");
+    let sum = stalls.iter().sum::<u64>() as f64 / 1e6;
+    ensure!((ms.parse::<f64>()? - sum).abs() < 1e-6, "{sum}: {printed}");
     Ok(())
 }
