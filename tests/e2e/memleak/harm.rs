@@ -17,7 +17,7 @@ use nix::unistd::Pid;
 
 use super::{READY, attach, last_report, outstanding};
 use crate::harness::{self, Tool, Workload, eventually};
-use crate::pressure::Setting;
+use crate::pressure::{Balloon, Setting, folder_on_disk, vmstat};
 
 /// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
@@ -25,6 +25,7 @@ pub(super) fn tests() -> Vec<Trial> {
         what_stops_the_target_changes_no_count [Host],
         a_debugger_changes_no_count [Host],
         killed_at_the_start_it_leaves_no_breakpoints [Host],
+        killed_at_the_start_under_memory_pressure_it_leaves_none [Guest],
         killed_it_leaves_nothing_behind,
         a_warning_does_not_stop_the_machine [Guest],
         perf_uprobes_are_taken_away_behind_its_back,
@@ -133,13 +134,36 @@ fn killed_it_leaves_nothing_behind() -> Result<()> {
 /// memleak is killed while it registers its probes in many processes. The kernel undoes what was registered, in a
 /// process that is not being killed: such a process would leave breakpoints, which the kernel's log would say.
 fn killed_at_the_start_it_leaves_no_breakpoints() -> Result<()> {
-    const PROCESSES: usize = 101;
-    const KILLS: u32 = 30;
+    kill_at_the_start(101, 30)
+}
+
+/// The kernel has to reclaim memory for the pages that get breakpoints.
+fn killed_at_the_start_under_memory_pressure_it_leaves_none() -> Result<()> {
+    let balloon = Balloon::leaving(100 << 10)?;
+    let file = folder_on_disk()?;
+    let read = format!(
+        "dd if=/dev/zero of={0}/large bs=1M count=128 2>/dev/null; while :; do cat {0}/large >/dev/null; done",
+        file.path().display()
+    );
+    // Page cache fills what is left all the time.
+    let mut reader = Command::new("sh").args(["-c", &read]).spawn()?;
+    let scanned = vmstat("pgscan_direct")? + vmstat("pgscan_kswapd")?;
+    let left = kill_at_the_start(23, 11);
+    reader.kill()?;
+    reader.wait()?;
+    drop(balloon);
+    let scanned = vmstat("pgscan_direct")? + vmstat("pgscan_kswapd")? - scanned;
+    ensure!(scanned > 0, "there was no memory pressure");
+    left
+}
+
+/// Traces this number of processes, and kills memleak as often while it starts.
+fn kill_at_the_start(processes: usize, kills: u32) -> Result<()> {
     let folder = harness::scratch()?;
     let program = folder.path().join("many");
     harness::copy(&harness::workload("alloc"), &program)?;
     let start = || Workload::spawn(Command::new(&program).arg("hold"));
-    let targets = (0..PROCESSES)
+    let targets = (0..processes)
         .map(|_| start())
         .collect::<Result<Vec<_>>>()?;
     let leaks = || {
@@ -157,10 +181,10 @@ fn killed_at_the_start_it_leaves_no_breakpoints() -> Result<()> {
     tool.wait_for_stderr(READY)?;
     let longest = begun.elapsed();
     tool.interrupt()?;
-    for kill in 0..KILLS {
+    for kill in 0..kills {
         let tool = Tool::start("memleak", &["-n", "many", "60"])?;
         // The registrations are the last part of the start.
-        thread::sleep(longest / 2 + longest * kill / (2 * KILLS));
+        thread::sleep(longest / 2 + longest * kill / (2 * kills));
         tool.signal(Signal::SIGKILL)?;
         tool.wait()?;
     }
