@@ -241,6 +241,14 @@ fn a_heap_is_what_is_reported() -> Result<()> {
     Ok(())
 }
 
+/// Returns the sum of a metric over its series. None if there is no such metric.
+fn sum_of_metric(metrics: &str, name: &str) -> Option<u64> {
+    let rows = metrics.lines().filter_map(|line| line.strip_prefix(name));
+    let series = rows.filter(|row| row.starts_with(['{', ' ']));
+    let numbers = series.filter_map(|row| row.rsplit(' ').next()?.parse::<u64>().ok());
+    numbers.reduce(|one, other| one + other)
+}
+
 fn allocations_are_all_since_the_start() -> Result<()> {
     let options = ["-j", "--mode", "alloc", "-T", "1000", "600"];
     let (_program, serving) = worked(&["alloc", "balanced", "31", "4093"], &options)?;
@@ -257,12 +265,12 @@ fn allocations_are_all_since_the_start() -> Result<()> {
         objects.1 == sum(&reports, "allocations"),
         "{objects:?}: {reports:?}"
     );
-    for line in [
-        format!("memtools_memleak_allocated_bytes_total {}\n", space.1),
-        format!("memtools_memleak_allocations_total {}\n", objects.1),
-    ] {
-        ensure!(metrics.contains(&line), "no {line} in {metrics}");
-    }
+    let served = [
+        "memtools_memleak_allocated_bytes_total",
+        "memtools_memleak_allocations_total",
+    ];
+    let served = served.map(|name| sum_of_metric(&metrics, name));
+    ensure!(served == [Some(space.1), Some(objects.1)], "{metrics}");
     Ok(())
 }
 
@@ -350,6 +358,11 @@ fn metrics_are_open_metrics() -> Result<()> {
             "{name} {value}: {reports:?}"
         );
     }
+    let of_process = samples
+        .iter()
+        .find(|(name, ..)| name == "memtools_memleak_outstanding_bytes");
+    let (_, labels, _) = of_process.context("no process")?;
+    ensure!(labels["comm"] == "alloc", "{labels:?}");
     let lost = samples
         .iter()
         .filter(|(name, ..)| name == "memtools_lost_total");
@@ -472,8 +485,8 @@ fn the_kernels_heap_is_served() -> Result<()> {
         "{total}: {reports:?}"
     );
     ensure!(!flat.is_empty() && !stacks.is_empty(), "{flat:?}");
-    let line = format!("memtools_memleak_outstanding_bytes {total}\n");
-    ensure!(metrics.contains(&line), "no {line} in {metrics}");
+    let served = sum_of_metric(&metrics, "memtools_memleak_outstanding_bytes");
+    ensure!(served == Some(total), "{metrics}");
     let ended = harness::run("memleak", &["--by-cache", "--serve", "0"])?;
     ensure!(ended.status.code() == Some(2), "{ended:?}");
     Ok(())
