@@ -89,32 +89,36 @@ fn shown(name: &str) -> &str {
     text::truncate(name, MAX_NAME)
 }
 
-#[test]
-fn libstdcxx_as_cxxfilt_has_it() {
-    let file = Command::new("gcc")
-        .arg("-print-file-name=libstdc++.so.6")
-        .output()
-        .expect("gcc is installed");
-    let file = String::from_utf8(file.stdout).expect("a path");
-    if !file.starts_with('/') {
-        eprintln!("not run: no libstdc++.so.6 is installed");
-        return;
-    }
+/// Returns the names of C++ that a library exports or imports.
+fn names_of_library(file: &str) -> Vec<String> {
     let symbols = Command::new("nm")
-        .args([
-            "-D",
-            "--format=posix",
-            "--without-symbol-versions",
-            file.trim(),
-        ])
+        .args(["-D", "--format=posix", "--without-symbol-versions", file])
         .output()
         .expect("binutils is installed");
     let symbols = String::from_utf8(symbols.stdout).expect("text");
-    let names: Vec<&str> = symbols
-        .lines()
-        .filter_map(|line| line.split(' ').next())
-        .filter(|name| name.starts_with("_Z"))
-        .collect();
+    let names = symbols.lines().filter_map(|line| line.split(' ').next());
+    let names = names.filter(|name| name.starts_with("_Z"));
+    names.map(str::to_owned).collect()
+}
+
+/// The libraries of the compiler that builds BPF programs: libstdc++, LLVM's and Clang's.
+#[test]
+fn libraries_as_cxxfilt_has_them() {
+    let clang = Command::new("sh")
+        .args(["-c", "ldd \"$(command -v clang)\""])
+        .output()
+        .expect("a shell");
+    let libraries = String::from_utf8(clang.stdout).expect("text");
+    let files = libraries.lines().filter_map(|line| {
+        let (_, file) = line.split_once(" => ")?;
+        file.split(' ').next()
+    });
+    let names: Vec<String> = files.flat_map(names_of_library).collect();
+    if names.is_empty() {
+        eprintln!("not run: clang is not installed, or static");
+        return;
+    }
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
     assert!(names.len() > 4999, "{} names", names.len());
     let different: Vec<_> = names
         .iter()
