@@ -14,8 +14,8 @@ use memtools::print::clock;
 use memtools::process::proc::{self, Process};
 use memtools::process::uprobes;
 use memtools::stacks::unwind::Unwinder;
+use perf_event::Builder;
 use perf_event::events::Software;
-use perf_event::{Builder, Counter};
 
 use super::bpf::Loaded;
 use super::bpf::types::steering;
@@ -223,11 +223,17 @@ impl Attached {
 
     fn place(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
         object.expect_unchanged()?;
-        match self.way {
-            AttachMode::Session => self.session(pid, object),
-            AttachMode::Multi => self.multi(pid, object),
-            way => self.perf(way, pid, object),
+        let mut links = Vec::new();
+        let attached = match self.way {
+            AttachMode::Session => self.session(pid, object, &mut links),
+            AttachMode::Multi => self.multi(pid, object, &mut links),
+            way => self.perf(way, pid, object, &mut links),
+        };
+        if let Err(error) = attached {
+            self.remove(links);
+            return Err(error);
         }
+        Ok(links)
     }
 
     /// Whether probes in one process end with its main thread. Sessions (6.13 and later) compare thread groups instead
@@ -239,23 +245,28 @@ impl Attached {
     /// Detaches the probes. The kernel removes one after the other, so the frees of now are not judged any more.
     pub(crate) fn detach(&self, links: Vec<Link>) {
         let _ = self.steer(steering::STEERING_UNSEEN_UNTIL, u64::MAX);
+        self.remove(links);
+    }
+
+    fn remove(&self, links: Vec<Link>) {
         match self.way {
             AttachMode::Session | AttachMode::Multi => uprobes::remove(links),
             AttachMode::Cookies | AttachMode::Plain => uprobes::remove_in_background(links),
         }
     }
 
-    fn session(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
+    fn session(&self, pid: i32, object: &Object, links: &mut Vec<Link>) -> Result<()> {
         let opts = UprobeMultiOpts {
             session: true,
             ..places(object.calls())
         };
         // A session may begin a return probe, for which the stack has a return address at a function's entry only.
         let (call, slot) = (&self.skel.progs.session_call, &self.skel.progs.cookie_slot);
-        multi_links(pid, object, [(call, opts), (slot, places(object.slots()))])
+        let programs = [(call, opts), (slot, places(object.slots()))];
+        attach_multi(pid, object, programs, links)
     }
 
-    fn multi(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
+    fn multi(&self, pid: i32, object: &Object, links: &mut Vec<Link>) -> Result<()> {
         let (entry, exit) = (
             &self.skel.progs.cookie_entry,
             &self.skel.progs.cookie_return,
@@ -270,15 +281,17 @@ impl Attached {
         let (entries, slots) = (places(object.calls()), places(object.slots()));
         let slot = &self.skel.progs.cookie_slot;
         // Returns are attached first: a call that is seen at entry must be seen at its return.
-        multi_links(
-            pid,
-            object,
-            [(exit, returns), (entry, entries), (slot, slots)],
-        )
+        let programs = [(exit, returns), (entry, entries), (slot, slots)];
+        attach_multi(pid, object, programs, links)
     }
 
-    fn perf(&self, way: AttachMode, pid: i32, object: &Object) -> Result<Vec<Link>> {
-        let mut links = Vec::new();
+    fn perf(
+        &self,
+        way: AttachMode,
+        pid: i32,
+        object: &Object,
+        links: &mut Vec<Link>,
+    ) -> Result<()> {
         let is_known =
             |of: &Function| way != AttachMode::Plain || self.signatures().contains(&of.signature);
         let with_slots = object.slots().all(is_known);
@@ -321,7 +334,7 @@ impl Attached {
                 })?);
             }
         }
-        Ok(links)
+        Ok(())
     }
 }
 
@@ -354,20 +367,22 @@ fn why_invalid(since_ns: u64) -> Option<String> {
 }
 
 /// Attaches each program that has places in a file by one link.
-fn multi_links<const PROGRAMS: usize>(
+fn attach_multi<const PROGRAMS: usize>(
     pid: i32,
     object: &Object,
     programs: [(&ProgramImpl<'static, libbpf_rs::Mut>, UprobeMultiOpts); PROGRAMS],
-) -> Result<Vec<Link>> {
+    links: &mut Vec<Link>,
+) -> Result<()> {
     let with_places = programs
         .into_iter()
         .filter(|(_, opts)| !opts.offsets.is_empty());
-    with_places
-        .map(|(program, opts)| {
-            let path = object.file.path();
-            uprobes::register(|| Ok(program.attach_uprobe_multi_with_opts(pid, path, "", opts)?))
-        })
-        .collect()
+    for (program, opts) in with_places {
+        let path = object.file.path();
+        links.push(uprobes::register(|| {
+            Ok(program.attach_uprobe_multi_with_opts(pid, path, "", opts)?)
+        })?);
+    }
+    Ok(())
 }
 
 /// Returns the offsets at which functions are probed, with their cookies.
@@ -383,10 +398,11 @@ fn places<'a>(functions: impl IntoIterator<Item = &'a Function>) -> UprobeMultiO
     }
 }
 
-/// Attaches a first uprobe in the background, while the program is loaded. The kernel waits for a grace period for it,
-/// 12 to 30 ms. Uprobes that follow within another grace period need not wait. The thread ends by itself.
+/// Attaches a first uprobe in the background, while the program is loaded, and removes it at once. The kernel waits for a
+/// grace period for it, 12 to 30 ms. Uprobes that follow within another grace period need not wait. The thread ends by
+/// itself.
 fn wake_uprobes() -> JoinHandle<()> {
-    let probe = || -> Result<Counter> {
+    let probe = || -> Result<()> {
         let kind = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type")?;
         let path = CString::new(OWN_PROGRAM)?;
         let mut probe = Builder::new(Software::DUMMY);
@@ -395,10 +411,14 @@ fn wake_uprobes() -> JoinHandle<()> {
         attributes.config = 0;
         attributes.uprobe_path = path.as_ptr().expose_provenance() as u64;
         attributes.probe_offset = own_function()?;
-        uprobes::register(|| Ok(probe.build()?))
+        // The removal must not be interrupted, either.
+        uprobes::register(|| {
+            drop(probe.build()?);
+            Ok(())
+        })
     };
     // If that fails, the probes become live all the same, only later.
-    thread::spawn(move || drop(probe().ok()))
+    thread::spawn(move || drop(probe()))
 }
 
 /// Probes a function of our own by a link as for a target, and has another thread call the function. On some kernels
@@ -417,10 +437,10 @@ fn check_all_threads_hit(skel: &Loaded) -> Result<Link> {
     ensure!(thread.join().is_ok(), "a thread of memleak's own failed");
     let bss = skel.maps.bss_data.as_deref();
     let calls = bss.map_or(0, |bss| bss.trial_calls);
-    ensure!(
-        calls == 1,
-        "on this kernel it sees one thread of a process alone"
-    );
+    if calls != 1 {
+        uprobes::remove(vec![link]);
+        bail!("on this kernel it sees one thread of a process alone");
+    }
     Ok(link)
 }
 
