@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::env;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -12,6 +13,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::signal::Signal;
 use regex_lite::Regex;
 use serde_json::Value;
@@ -267,11 +269,16 @@ impl Tool {
         stalled.map_err(|_| anyhow!("the reader has panicked"))
     }
 
-    /// Waits until the tool's main thread waits for the reader of its output, which is stalled.
+    /// Waits until the tool's output, whose reader is stalled, fills the pipe: the tool cannot write on.
     pub(crate) fn wait_for_full_pipe(&self) -> Result<()> {
-        let call = format!("/proc/{}/syscall", self.pid());
-        super::eventually("its main thread waits in write(1)", || {
-            Ok(fs::read_to_string(&call)?.starts_with("1 0x1 "))
+        let pipe = File::open(format!("/proc/{}/fd/1", self.pid()))?;
+        let capacity = fcntl(&pipe, FcntlArg::F_GETPIPE_SZ)?;
+        super::eventually("the pipe is full", || {
+            let mut used = 0;
+            // SAFETY: the kernel writes the number of bytes into `used`.
+            let asked = unsafe { libc::ioctl(pipe.as_raw_fd(), libc::FIONREAD, &raw mut used) };
+            ensure!(asked == 0, "no pipe");
+            Ok(capacity - used < libc::PIPE_BUF as libc::c_int)
         })
     }
 
