@@ -26,8 +26,9 @@ use memtools::stacks::unwind::rules::Rules;
 use memtools::verdict::Suppressions;
 use nix::time::{ClockId, clock_gettime};
 
-/// CPU time that each parser may take for a file, including the time to notice that the limit is passed.
-const MAX_TIME: Duration = Duration::from_millis(1500);
+/// CPU time that each parser may take for a file. Each takes less than half of it where nothing else runs. Beside other
+/// programs and guests, which share caches and cores, the same work takes more.
+const MAX_TIME: Duration = Duration::from_secs(4);
 /// An address of code in the files of the tests.
 const TEXT: u64 = 0x1000;
 
