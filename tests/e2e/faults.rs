@@ -29,7 +29,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_command_is_traced_from_its_start,
         intervals_add_up,
         any_number_of_stacks_is_counted,
-        what_is_counted_while_a_report_waits_for_its_reader,
+        what_is_counted_while_a_report_waits_for_its_reader [Once],
         json_agrees [Once],
         a_process_that_exits_ends_it,
         its_own_faults_are_left_out_and_told,
@@ -304,9 +304,16 @@ fn what_is_counted_while_a_report_waits_for_its_reader() -> Result<()> {
     drop(stalled);
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
-    let rows = ended.objects()?;
-    let stacks = rows.iter().filter(|row| row["type"] == "stack");
-    let of_rounds = stacks.filter(|row| row["user_frames"][0]["symbol"] == "down");
+    // 100 MB of JSON, which would take ten times as much memory if it were parsed.
+    let stacks = ended
+        .stdout
+        .lines()
+        .filter(|line| line.starts_with("{\"type\":\"stack\","));
+    let of_rounds = stacks.filter(|line| {
+        let frames = line.split("\"user_frames\":[").nth(1);
+        let innermost = frames.and_then(|frames| frames.split('}').next());
+        innermost.is_some_and(|frame| frame.contains("\"symbol\":\"down\""))
+    });
     ensure!(of_rounds.count() == ROUNDS * PAGES, "{}", ended.stderr);
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
     Ok(())
