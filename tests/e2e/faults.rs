@@ -257,50 +257,51 @@ fn has_room(pid: u32) -> bool {
         .all(|map| keys(&map) < map.max_entries() as usize / 2)
 }
 
-/// More stacks are counted than any map has the capacity for: counts leave the kernel as the maps fill.
-fn any_number_of_stacks_is_counted() -> Result<()> {
-    const ROUNDS: usize = 11;
-    const PAGES: usize = 2003;
-    let (pages, rounds) = (PAGES.to_string(), ROUNDS.to_string());
-    let mut program = Workload::start("minor", &[&pages, "stacks", &rounds])?;
-    let pid = program.pid();
-    let mut tool = Tool::start("faults", &["-f", "-p", &pid])?;
-    tool.wait_for_stderr(READY)?;
-    for round in 1..=ROUNDS {
+/// Rounds of faults with stacks of their own. All rounds have more stacks than any map has the capacity for.
+const ROUNDS: usize = 11;
+const ROUND_PAGES: usize = 2003;
+
+fn start_rounds() -> Result<Workload> {
+    let (pages, rounds) = (ROUND_PAGES.to_string(), ROUNDS.to_string());
+    Workload::start("minor", &[&pages, "stacks", &rounds])
+}
+
+/// Does the rounds from this one on. Before the next one begins, the tool has emptied the maps.
+fn do_rounds(program: &mut Workload, tool: &Tool, first: usize) -> Result<()> {
+    let pid = program.pid().parse()?;
+    for round in first..=ROUNDS {
         program.round(round == ROUNDS)?;
-        let pid = pid.parse()?;
         harness::eventually("the maps are emptied", || {
             Ok(has_room(pid) && has_room_for_stacks(tool.pid())?)
         })?;
     }
+    Ok(())
+}
+
+/// Counts leave the kernel as the maps fill.
+fn any_number_of_stacks_is_counted() -> Result<()> {
+    let mut program = start_rounds()?;
+    let mut tool = Tool::start("faults", &["-f", "-p", &program.pid()])?;
+    tool.wait_for_stderr(READY)?;
+    do_rounds(&mut program, &tool, 1)?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     let stacks = ended.stdout.lines().filter(|line| line.contains(";down 1"));
-    ensure!(stacks.count() == ROUNDS * PAGES, "{}", ended.stderr);
+    ensure!(stacks.count() == ROUNDS * ROUND_PAGES, "{}", ended.stderr);
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
     Ok(())
 }
 
-/// While nobody reads the first report, more stacks are counted than any map has the capacity for.
+/// Counts leave the kernel also while the first report is not read.
 fn what_is_counted_while_a_report_waits_for_its_reader() -> Result<()> {
-    const ROUNDS: usize = 11;
-    const PAGES: usize = 2003;
-    let (pages, rounds) = (PAGES.to_string(), ROUNDS.to_string());
-    let mut program = Workload::start("minor", &[&pages, "stacks", &rounds])?;
-    let pid = program.pid();
-    let mut tool = Tool::start("faults", &["-j", "-p", &pid])?;
+    let mut program = start_rounds()?;
+    let mut tool = Tool::start("faults", &["-j", "-p", &program.pid()])?;
     tool.wait_for_stderr(READY)?;
     program.round(false)?;
     let stalled = tool.stall_output()?;
     tool.signal(Signal::SIGUSR1)?;
     tool.wait_for_full_pipe()?;
-    for round in 2..=ROUNDS {
-        program.round(round == ROUNDS)?;
-        let pid = pid.parse()?;
-        harness::eventually("the maps are emptied", || {
-            Ok(has_room(pid) && has_room_for_stacks(tool.pid())?)
-        })?;
-    }
+    do_rounds(&mut program, &tool, 2)?;
     drop(stalled);
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -314,7 +315,11 @@ fn what_is_counted_while_a_report_waits_for_its_reader() -> Result<()> {
         let innermost = frames.and_then(|frames| frames.split('}').next());
         innermost.is_some_and(|frame| frame.contains("\"symbol\":\"down\""))
     });
-    ensure!(of_rounds.count() == ROUNDS * PAGES, "{}", ended.stderr);
+    ensure!(
+        of_rounds.count() == ROUNDS * ROUND_PAGES,
+        "{}",
+        ended.stderr
+    );
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
     Ok(())
 }

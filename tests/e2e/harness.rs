@@ -160,6 +160,17 @@ pub(crate) fn scratch() -> Result<tempfile::TempDir> {
     tempfile::tempdir().context("failed to make a folder")
 }
 
+/// Prepares Chromium, which shows no window and has its own files in `home`, for at most `seconds`.
+pub(crate) fn chromium(seconds: u32, home: &Path) -> Command {
+    let mut command = Command::new("timeout");
+    command
+        .arg(seconds.to_string())
+        .args(["chromium", "--headless=new", "--no-sandbox"])
+        .arg(format!("--user-data-dir={}", home.display()))
+        .env("HOME", home);
+    command
+}
+
 /// Copies a file and keeps its mode. A separate process (cp) does the copying: a child that another test forks at
 /// the same time would inherit our descriptor for writing, and a file that is open for writing cannot be executed
 /// (ETXTBSY).

@@ -423,14 +423,11 @@ fn the_page_is_drawn_by_a_browser() -> Result<()> {
     for (page, name) in [("/", "page"), ("/flame.svg", "flame")] {
         for width in [1280_u32, 400] {
             let picture = format!("{folder}/serve-{name}-{width}.png");
-            let drawn = Command::new("timeout")
-                .args(["60", "chromium", "--headless=new", "--no-sandbox"])
+            let drawn = harness::chromium(60, home.path())
                 .args(["--disable-gpu", "--virtual-time-budget=5000"])
-                .arg(format!("--user-data-dir={}", home.path().display()))
                 .arg(format!("--window-size={width},900"))
                 .arg(format!("--screenshot={picture}"))
                 .arg(format!("http://{}{page}", serving.address))
-                .env("HOME", home.path())
                 .output()?;
             ensure!(drawn.status.success(), "no chromium: {drawn:?}");
             let picture = fs::read(picture)?;

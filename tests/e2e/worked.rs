@@ -5,7 +5,6 @@
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -174,12 +173,9 @@ fn the_mended_program_has_neither() -> Result<()> {
 /// Returns a page as a browser has it once the page's scripts have run.
 fn browsed(url: &str) -> Result<String> {
     let home = harness::scratch()?;
-    let browser = Command::new("timeout")
-        .args(["120", "chromium", "--headless=new", "--no-sandbox"])
+    let browser = harness::chromium(120, home.path())
         .args(["--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"])
-        .arg(format!("--user-data-dir={}", home.path().display()))
         .arg(url)
-        .env("HOME", home.path())
         .output()?;
     ensure!(
         browser.status.success(),

@@ -75,17 +75,14 @@ fn speedscope(files: &Files, profile: &str) -> Result<String> {
         "file://{}#view=sandwich&localProfilePath={script}",
         page.display()
     );
-    let mut chromium = Command::new("timeout");
+    let mut chromium = harness::chromium(120, home.path());
     chromium
-        .args(["120", "chromium", "--headless=new", "--no-sandbox"])
         .args([
             "--allow-file-access-from-files",
             "--enable-unsafe-swiftshader",
         ])
         .args(["--virtual-time-budget=20000", "--dump-dom"])
-        .arg(format!("--user-data-dir={}", home.path().display()))
-        .arg(page)
-        .env("HOME", home.path());
+        .arg(page);
     let dom = read(&mut chromium)?;
     let texts = dom
         .split('<')
