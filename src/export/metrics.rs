@@ -102,8 +102,8 @@ impl FamilySeries {
         }
     }
 
-    /// Returns the numbers of this moment. Each series has the label `target`, too, which tells this run from others of
-    /// the same tool.
+    /// Returns the numbers of this moment. Each series also has the label `target`, by which the series of several runs
+    /// of one tool differ.
     fn exposed(&self, target: &str) -> Exposed {
         let Family {
             name, help, kind, ..
@@ -176,12 +176,7 @@ impl Metrics {
 
     /// Returns the numbers of this moment.
     pub fn exposed(&mut self) -> Vec<Exposed> {
-        let kept = self.kept.values_mut();
-        let settled = kept.map(|kept| {
-            kept.settle();
-            kept.exposed(&self.target)
-        });
-        settled.collect()
+        exposed(&mut self.kept, &self.target)
     }
 
     /// Adds to a sum. `labels` are the values of the family's labels.
@@ -256,13 +251,9 @@ impl Metrics {
     }
 
     fn write(&mut self) {
-        if self.file.is_none() {
-            return;
-        }
-        let families = self.exposed();
-        if let Some(file) = &mut self.file {
-            file.write(|out: &mut dyn Write| Ok(exposition::write(&families, Format::Text, out)?));
-        }
+        let Some(file) = &mut self.file else { return };
+        let families = exposed(&mut self.kept, &self.target);
+        file.write(|out: &mut dyn Write| Ok(exposition::write(&families, Format::Text, out)?));
         self.written = Some(Instant::now());
     }
 
@@ -276,6 +267,15 @@ impl Metrics {
             .map_or(Ok(()), Refreshed::finish)
             .context("the last sums are not in their file")
     }
+}
+
+/// Returns the numbers of all families of this moment.
+fn exposed(kept: &mut BTreeMap<&'static str, FamilySeries>, target: &str) -> Vec<Exposed> {
+    let settled = kept.values_mut().map(|kept| {
+        kept.settle();
+        kept.exposed(target)
+    });
+    settled.collect()
 }
 
 #[cfg(test)]
