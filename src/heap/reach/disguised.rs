@@ -5,7 +5,7 @@
 //!
 //! - at addresses that are no multiple of 8: in packed structures, such as arrays of `struct epoll_event` (12 bytes
 //!   each);
-//! - with other data in the bits above those of an address: tagged pointers, values in NaNs;
+//! - with other data in the bits that are above an address: tagged pointers, values in NaNs;
 //! - 8 or 4 bytes before a block, as pointers to arrays that are counted from 1, or one byte behind it, as the end of a
 //!   range that begins elsewhere;
 //! - as an integer of CPython, in digits of 30 bits, as ctypes and cffi give an address to a Python program.

@@ -25,7 +25,7 @@ struct Server {
 impl Server {
     /// Starts a program of target/servers that listens at the address which this option gets.
     fn start(program: &str, listen: &str, args: &[String]) -> Result<Self> {
-        // The kernel gives another port each time. None of these servers tells which port it got.
+        // The kernel gives another port each time. None of these servers prints the port that it got.
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
         let child = Command::new(Path::new(ROOT).join("target/servers").join(program))
             .arg(format!("{listen}={address}"))
