@@ -14,6 +14,8 @@
 //! | `stack_sums` | sums of these counts for one report |
 //! | [`losses`] | counts of what could not be recorded |
 //! | [`privileges`] | dropping the privileges that a tool does not need once it knows its target |
+//! | [`launcher`] | a process that starts tools for an agent without privileges |
+//! | [`siblings`] | tools that are installed beside this one |
 //! | [`priority`] | a tool's priority, above what it traces |
 //! | [`protect`] | protection of a tool when memory runs out |
 
@@ -22,12 +24,14 @@ mod complete;
 pub mod count_stacks;
 mod follow;
 mod help;
+pub mod launcher;
 pub mod losses;
 pub mod poll;
 pub mod priority;
 pub mod privileges;
 pub mod protect;
 pub mod schedule;
+pub mod siblings;
 pub mod skeleton;
 mod stack_sums;
 pub mod target;

@@ -8,11 +8,11 @@ use anyhow::{Context, Result, ensure};
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
 use memtools::run::poll::Poller;
+use memtools::run::siblings;
 use serde::Serialize;
 
 use crate::machine;
 use crate::screen::WIDTH;
-use crate::tools::tool_path;
 
 /// Name of the tasks that the tools trace: no task has this name, so that nothing is recorded.
 const NOBODY: &str = "memtools-doctor";
@@ -95,7 +95,7 @@ pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool>
 
 fn run(command: &'static str, options: &[&str]) -> Result<Checked> {
     let tool = command.split(' ').next().unwrap_or(command);
-    let program = tool_path(tool)?;
+    let program = siblings::path(tool)?;
     let mut child = Command::new(&program);
     child.args(options);
     if options.ends_with(&["-c"]) {

@@ -4,15 +4,16 @@ use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::ops::{Deref, DerefMut};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use memtools::export::saved_profile::SavedProfile;
 use memtools::print::text;
 use memtools::process::container::CgroupInfo;
+use memtools::run::siblings;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Serialize;
@@ -24,24 +25,6 @@ use crate::screen::size;
 
 /// Time that a tool has to end after Ctrl-C.
 pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Returns the path of the tool that was installed with memtriage under this name, with the same suffix.
-///
-/// # Errors
-/// If the tool is missing.
-pub(crate) fn tool_path(tool: &str) -> Result<PathBuf> {
-    let own = std::env::current_exe().context("failed to find the other tools")?;
-    let name = own.file_name().and_then(|name| name.to_str());
-    let suffix = name.and_then(|name| name.strip_prefix("memtriage"));
-    let other = own.with_file_name(format!("{tool}{}", suffix.unwrap_or_default()));
-    let folder = own.parent().unwrap_or(Path::new("/"));
-    ensure!(
-        other.is_file(),
-        "there is no {tool} beside memtriage, in {}",
-        text::escape_bytes(folder.as_os_str().as_encoded_bytes())
-    );
-    Ok(other)
-}
 
 /// Command line of a tool, and the value of its profile that is shown.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -123,7 +106,7 @@ impl Unit {
 /// # Errors
 /// If the tool is not installed beside memtriage, or cannot be run.
 pub(crate) fn start(tool: &str, args: &[String], more: &[&OsStr]) -> Result<Child> {
-    let program = tool_path(tool)?;
+    let program = siblings::path(tool)?;
     Command::new(&program)
         .args(args)
         .arg("-j")
