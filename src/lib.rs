@@ -37,6 +37,7 @@
 //! | [`export`] | symbolized stacks, and sums, in the formats that people and other programs read |
 //! | [`serve`] | the current report, for browsers and other programs, over HTTP |
 //! | [`run`] | the user-space side of a tool, from its arguments to its exit status |
+//! | [`push`] | profiles sent to a profile store |
 //! | [`verdict`] | which blocks of a heap are lost and what references the rest, as heapscan and memleak print it |
 //!
 //! How to add a tool is in CONTRIBUTING.md.
@@ -55,6 +56,7 @@ pub mod interpreters;
 pub mod parse;
 pub mod print;
 pub mod process;
+pub mod push;
 pub mod run;
 pub mod serve;
 pub mod stacks;

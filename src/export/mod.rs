@@ -10,6 +10,7 @@
 //! | [`flame`] | flame graphs |
 //! | [`saved_profile`] | profiles of earlier runs, to compare reports with |
 //! | [`pprof`] | profiles in pprof's format |
+//! | [`otlp`] | profiles in OpenTelemetry's protocol |
 //! | [`perfetto`] | timelines, and heap profiles on them, for ui.perfetto.dev |
 //! | [`metrics`] | sums of a run, and their file for Prometheus |
 //! | [`exposition`] | metrics as text, for Prometheus |
@@ -23,6 +24,7 @@ pub mod flame;
 pub mod folded;
 pub mod format;
 pub mod metrics;
+pub mod otlp;
 pub mod perfetto;
 pub mod pprof;
 mod pprof_difference;

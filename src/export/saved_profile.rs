@@ -69,23 +69,32 @@ impl SavedProfile {
     /// If the file cannot be read, or is not a profile.
     pub fn read(path: &Path) -> Result<Self> {
         let file = text::escape_bytes(path.as_os_str().as_encoded_bytes());
-        let read = || -> Result<Self> {
-            let built = Built::default();
-            let profile = decode(&unpacked(path)?, &built)?;
-            let tables = Tables::of(&profile, built);
-            let kinds = profile.sample_type.iter();
-            let kinds =
-                kinds.map(|kind| Ok((tables.string(kind.kind)?, tables.string(kind.unit)?)));
-            let until = jiff::Timestamp::from_nanosecond(profile.time_nanos.into());
-            let until = until.ok().filter(|_| profile.time_nanos != 0);
-            Ok(Self {
-                file: file.clone(),
-                until: until.map(|until| until.to_zoned(clock::time_zone())),
-                values: kinds.collect::<Result<_>>()?,
-                stacks: tables.stacks()?,
-            })
-        };
+        let read = || Self::from_reader(file.clone(), File::open(path)?);
         read().with_context(|| format!("failed to read the profile {file}"))
+    }
+
+    /// Reads a profile that is in memory.
+    ///
+    /// # Errors
+    /// If the bytes are not a profile.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        Self::from_reader(String::new(), bytes).context("failed to read a profile")
+    }
+
+    fn from_reader(file: String, content: impl Read) -> Result<Self> {
+        let built = Built::default();
+        let profile = decode(&unpacked(content)?, &built)?;
+        let tables = Tables::of(&profile, built);
+        let kinds = profile.sample_type.iter();
+        let kinds = kinds.map(|kind| Ok((tables.string(kind.kind)?, tables.string(kind.unit)?)));
+        let until = jiff::Timestamp::from_nanosecond(profile.time_nanos.into());
+        let until = until.ok().filter(|_| profile.time_nanos != 0);
+        Ok(Self {
+            file,
+            until: until.map(|until| until.to_zoned(clock::time_zone())),
+            values: kinds.collect::<Result<_>>()?,
+            stacks: tables.stacks()?,
+        })
     }
 
     /// Checks that reports of these values can be compared with the profile.
@@ -176,8 +185,8 @@ impl SavedProfile {
 }
 
 /// Reads a file, and unpacks it if it is gzipped.
-fn unpacked(path: &Path) -> Result<Vec<u8>> {
-    let mut file = BufReader::new(File::open(path)?);
+fn unpacked(content: impl Read) -> Result<Vec<u8>> {
+    let mut file = BufReader::new(content);
     let mut magic = Vec::new();
     file.by_ref().take(2).read_to_end(&mut magic)?;
     let is_packed = magic == GZIP;
@@ -195,6 +204,11 @@ fn unpacked(path: &Path) -> Result<Vec<u8>> {
         "it is larger than 256 MiB"
     );
     Ok(bytes)
+}
+
+/// Reads the message of a profile, packed by gzip or not.
+pub(super) fn parse(bytes: &[u8]) -> Result<message::Profile> {
+    decode(&unpacked(bytes)?, &Built::default())
 }
 
 /// Decodes a profile field by field, and stops when too much memory is built.

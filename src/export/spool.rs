@@ -6,7 +6,7 @@
 
 use std::cmp::Reverse;
 use std::fs::{self, DirBuilder, File};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
@@ -89,12 +89,13 @@ impl Spool {
     }
 
     /// Writes a folder of files, each with its name and content, and removes the oldest folders beyond the limits. The
-    /// names of folders must begin with their time, as the order of names is that of age.
+    /// names of folders must begin with their time, as the order of names is that of age. Returns the number of folders
+    /// that were removed.
     ///
     /// # Errors
     /// If a tenth of the file system, or 1 GiB, would not be left free, or a file cannot be written. The folder is then
     /// not there.
-    pub fn write(&self, name: &str, files: &[(&str, Vec<u8>)]) -> Result<()> {
+    pub fn write(&self, name: &str, files: &[(&str, Vec<u8>)]) -> Result<u64> {
         let failed = || format!("failed to write {}/{name}", self.shown);
         let size: u64 = files.iter().map(|(_, content)| content.len() as u64).sum();
         self.expect_free(size).with_context(failed)?;
@@ -150,10 +151,58 @@ impl Spool {
         entries(&self.open_folder(".")?, wanted)
     }
 
-    fn remove_oldest(&self) -> Result<()> {
+    /// Returns the names of the folders that were written, the oldest first.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn written(&self) -> Result<Vec<String>> {
+        let mut names = self.names(is_written)?;
+        names.sort();
+        Ok(names)
+    }
+
+    /// Reads a file of a folder that was written, of at most this many bytes.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is larger.
+    pub fn read(&self, name: &str, file: &str, most: u64) -> Result<Vec<u8>> {
+        let read = || -> Result<Vec<u8>> {
+            let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
+            let folder = self.open_folder(name)?;
+            let file = openat(&folder, file, flags | OFlag::O_CLOEXEC, Mode::empty())?;
+            let mut content = Vec::new();
+            File::from(file).take(most + 1).read_to_end(&mut content)?;
+            ensure!(content.len() as u64 <= most, "it is too large");
+            Ok(content)
+        };
+        read().with_context(|| format!("failed to read {file} of {}/{name}", self.shown))
+    }
+
+    /// Removes a folder that was written, if it is still there.
+    ///
+    /// # Errors
+    /// If the folder cannot be removed.
+    pub fn remove_written(&self, name: &str) -> Result<()> {
+        let leaving = format!("{TEMPORARY}old-{name}");
+        let removed = match renameat(&self.folder, name, &self.folder, &*leaving) {
+            Err(Errno::ENOENT) => return Ok(()),
+            Err(error) => Err(error.into()),
+            Ok(()) => self.remove(&leaving),
+        };
+        removed.with_context(|| format!("failed to remove {}/{name}", self.shown))
+    }
+
+    /// Returns the bytes of all folders that were written.
+    pub fn bytes(&self) -> u64 {
+        let names = self.written().unwrap_or_default();
+        let sizes = names.iter().map(|name| self.size(name).unwrap_or_default());
+        sizes.sum()
+    }
+
+    fn remove_oldest(&self) -> Result<u64> {
         let mut names = self.names(is_written)?;
         names.sort_by_key(|name| Reverse(name.clone()));
-        let mut kept = 0;
+        let (mut kept, mut removed) = (0, 0);
         let mut bytes: u64 = 0;
         for name in names {
             bytes = bytes.saturating_add(self.size(&name).unwrap_or_default());
@@ -163,11 +212,12 @@ impl Spool {
                 renameat(&self.folder, &*name, &self.folder, &*leaving)?;
                 tests_step();
                 self.remove(&leaving)?;
+                removed += 1;
             } else {
                 kept += 1;
             }
         }
-        Ok(())
+        Ok(removed)
     }
 
     /// Returns the bytes of a folder's files.

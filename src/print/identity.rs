@@ -31,6 +31,11 @@ impl Identity {
             schema: SCHEMA,
         }
     }
+
+    /// Returns the host's name, escaped.
+    pub fn host(&self) -> &'static str {
+        self.host
+    }
 }
 
 /// Returns the host's name, escaped.

@@ -179,6 +179,16 @@ pub fn keep_serving() -> Result<()> {
     forbid_calls(&[&NOT_FOR_REPORTS[..], NOT_FOR_CLIENTS, OPENING_CALLS].concat())
 }
 
+/// Drops all capabilities of the calling thread, which sends to other machines what other threads have prepared. The
+/// thread can still open sockets, and the files of its own user. System calls that [`keep_watching`] has forbidden before
+/// stay forbidden.
+///
+/// # Errors
+/// If the kernel refuses to drop capabilities.
+pub fn keep_pushing() -> Result<()> {
+    keep(&CapsHashSet::new())
+}
+
 /// Gives up all capabilities but these.
 fn keep(kept: &CapsHashSet) -> Result<()> {
     for set in [CapSet::Effective, CapSet::Permitted] {

@@ -13,6 +13,9 @@ use crate::process::container::CgroupInfo;
 use crate::process::proc;
 use crate::watch::reread::{FileBudget, Reread};
 
+/// Time after which growth is counted anew.
+const HOUR: Duration = Duration::from_secs(3600);
+
 /// Process that is watched.
 #[derive(Debug)]
 pub struct WatchedProcess {
@@ -26,6 +29,10 @@ pub struct WatchedProcess {
     pub anon: u64,
     /// Bytes by which `anon` has changed since the look before; None at the first look.
     pub grown: Option<i64>,
+    /// `anon` at the beginning of this hour, ...
+    hour: (Duration, u64),
+    /// ... and of the hour before, or when the process was first seen.
+    hour_before: u64,
     statm: Reread,
 }
 
@@ -60,10 +67,11 @@ impl Processes {
     /// If /proc cannot be listed.
     pub fn look(&mut self, at: Duration, buffer: &mut Vec<u8>) -> Result<()> {
         let page = self.page;
-        self.known.retain(|_, process| process.look(page, buffer));
+        self.known
+            .retain(|_, process| process.look(page, at, buffer));
         for pid in proc::all()? {
             if !self.known.contains_key(&pid)
-                && let Some(process) = WatchedProcess::open(pid, &self.budget, page, buffer)
+                && let Some(process) = WatchedProcess::open(pid, &self.budget, page, at, buffer)
             {
                 self.known.insert(pid, process);
             }
@@ -90,6 +98,11 @@ impl Processes {
     /// Returns a process, if it was there at the last look.
     pub fn get(&self, pid: u32) -> Option<&WatchedProcess> {
         self.known.get(&pid)
+    }
+
+    /// Iterates over all processes.
+    pub fn iter(&self) -> impl Iterator<Item = &WatchedProcess> {
+        self.known.values()
     }
 
     /// Returns the processes with the most anonymous memory, at most `count`, the largest first.
@@ -128,7 +141,13 @@ fn top<'a, K: Ord>(
 
 impl WatchedProcess {
     /// Opens a process. None if it has exited.
-    fn open(pid: u32, budget: &FileBudget, page: u64, buffer: &mut Vec<u8>) -> Option<Self> {
+    fn open(
+        pid: u32,
+        budget: &FileBudget,
+        page: u64,
+        at: Duration,
+        buffer: &mut Vec<u8>,
+    ) -> Option<Self> {
         let open = |path| Reread::open(path, budget).ok();
         let mut statm = open(format!("/proc/{pid}/statm").into())?;
         let mut anon = anon(statm.read(buffer).ok()?, page)?;
@@ -145,13 +164,15 @@ impl WatchedProcess {
             cgroup: CgroupInfo::of_process(pid),
             anon,
             grown: None,
+            hour: (at, anon),
+            hour_before: anon,
             statm,
         })
     }
 
     /// Reads a process again. Returns whether it still exists. A process whose main thread has ended is forgotten, too,
     /// so that it is opened anew by a thread that lives.
-    fn look(&mut self, page: u64, buffer: &mut Vec<u8>) -> bool {
+    fn look(&mut self, page: u64, at: Duration, buffer: &mut Vec<u8>) -> bool {
         let Some(anon) = self
             .statm
             .read(buffer)
@@ -163,7 +184,21 @@ impl WatchedProcess {
         let has_lost_memory = anon == 0 && self.anon > 0;
         self.grown = Some(anon.cast_signed() - self.anon.cast_signed());
         self.anon = anon;
+        self.begin_hour(at);
         !has_lost_memory
+    }
+
+    fn begin_hour(&mut self, at: Duration) {
+        let (since, then) = self.hour;
+        if at.saturating_sub(since) >= HOUR {
+            self.hour_before = then;
+            self.hour = (at, self.anon);
+        }
+    }
+
+    /// Returns the bytes by which `anon` has changed in the last one to two hours, or since the process was first seen.
+    pub fn grown_slowly(&self) -> i64 {
+        self.anon.cast_signed() - self.hour_before.cast_signed()
     }
 }
 

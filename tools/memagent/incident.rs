@@ -267,7 +267,7 @@ impl Writer {
                     .files()
                     .and_then(|files| spool.write(&incident.name(), &files));
                 let count = match outcome {
-                    Ok(()) => {
+                    Ok(_) => {
                         memtools::message!("wrote {}/{}", spool.shown(), incident.name());
                         &counts.whole
                     }
