@@ -180,14 +180,17 @@ install: build
 	install -D -m 644 -t $(SHARE)/doc/bpf-memtools/prometheus packaging/prometheus/memtools.rules.yml
 	install -D -m 644 -t $(SHARE)/doc/bpf-memtools/grafana packaging/grafana/memtools.json
 	install -d $(UNITS)
-	sed 's|/usr/bin/memagent|$(or $(PREFIX),/usr)/bin/memagent$(SUFFIX)|' packaging/memagent.service >$(UNITS)/memagent$(SUFFIX).service
+	for unit in memagent memagent-trace; do \
+		sed 's|/usr/bin/memagent|$(or $(PREFIX),/usr)/bin/memagent$(SUFFIX)|; s|memagent.service|memagent$(SUFFIX).service|' \
+			packaging/$$unit.service >$(UNITS)/$$unit$(SUFFIX).service || exit 1; \
+	done
 
 uninstall:
 	for tool in $(TOOLS); do \
 		as=$$tool$(SUFFIX) && \
 		rm -f $(DESTDIR)$(PREFIX)/bin/$$as $(SHARE)/man/man8/$$as.8 $(BASH)/$$as $(ZSH)/_$$as $(FISH)/$$as.fish || exit 1; \
 	done
-	rm -f $(UNITS)/memagent$(SUFFIX).service
+	rm -f $(UNITS)/memagent$(SUFFIX).service $(UNITS)/memagent-trace$(SUFFIX).service
 	rm -rf $(SHARE)/doc/bpf-memtools
 
 release: build

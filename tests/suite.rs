@@ -92,6 +92,7 @@ impl Made {
             "prometheus/memtools.rules.yml",
             "grafana/memtools.json",
             "memagent.service",
+            "memagent-trace.service",
         ] {
             let file = format!("packaging/{file}");
             let copy = made.path(&file);
@@ -276,10 +277,40 @@ fn make_uninstalls_all_that_it_has_installed() {
     let with = |target| made.make(&[target, &destination, "PREFIX=/usr", "SUFFIX=-mt"]);
     with("install");
     let tools = bins(Path::new(ROOT)).len();
-    // Each tool has its program, a man page, three completions and an example. Five files are installed beside these.
-    assert_eq!(files_below(&root).len(), 1 + tools * 6 + 5);
+    // Each tool has its program, a man page, three completions and an example. Six files are installed beside these.
+    assert_eq!(files_below(&root).len(), 1 + tools * 6 + 6);
     with("uninstall");
     assert_eq!(files_below(&root), [others]);
+}
+
+#[test]
+fn units_of_memagent_differ_only_in_what_traces_take() {
+    let lines = |unit: &str| -> BTreeSet<String> {
+        let text = fs::read_to_string(format!("{ROOT}/packaging/{unit}")).expect("a unit");
+        let lines = text
+            .lines()
+            .filter(|line| line.contains('=') && !line.starts_with('#'));
+        lines.map(str::to_owned).collect()
+    };
+    let (watching, tracing) = (lines("memagent.service"), lines("memagent-trace.service"));
+    let different = watching.symmetric_difference(&tracing);
+    let keys: BTreeSet<&str> = different
+        .filter_map(|line| line.split('=').next())
+        .collect();
+    let expected = [
+        "AmbientCapabilities",
+        "CPUQuota",
+        "CapabilityBoundingSet",
+        "Conflicts",
+        "Description",
+        "DynamicUser",
+        "LimitMEMLOCK",
+        "MemoryMax",
+        "OOMPolicy",
+        "SystemCallFilter",
+        "TasksMax",
+    ];
+    assert_eq!(keys, BTreeSet::from(expected));
 }
 
 /// Returns every name that a BPF source or a `[[bin]]` stanza announces.

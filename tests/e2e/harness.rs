@@ -36,7 +36,9 @@ pub(crate) use needs::{
 pub(crate) use one_cpu::OneCpu;
 pub(crate) use pythons::Python;
 pub(crate) use redis::start_redis;
-pub(crate) use tool::{Tool, ToolOutput, descriptors, object, stacks_of_blocks, tool};
+pub(crate) use tool::{
+    Tool, ToolOutput, descriptors, object, stacks_of_blocks, tool, waits_for_events,
+};
 pub(crate) use workload::{Workload, each_block, sources, workload, workloads};
 
 /// Timeout of every wait. Software emulation is a hundred times slower than the machine.

@@ -53,6 +53,7 @@ mod runtimes;
 mod serve;
 mod shmsnoop;
 mod swapin;
+mod traces;
 mod unwind;
 mod verdict;
 mod verdict_exit;
@@ -117,6 +118,7 @@ fn all() -> impl Iterator<Item = Trial> {
         serve::tests(),
         shmsnoop::tests(),
         swapin::tests(),
+        traces::tests(),
         unwind::tests(),
         verdict::tests(),
         verdict_exit::tests(),

@@ -83,7 +83,7 @@ impl Agent {
     }
 
     /// Waits for this number of incidents of a cgroup with this name, and returns the last one.
-    fn incident(&self, name: &str, number: usize) -> Result<(PathBuf, Value)> {
+    pub(crate) fn incident(&self, name: &str, number: usize) -> Result<(PathBuf, Value)> {
         eventually("the incident is written", || {
             let incidents = self.incidents(name)?;
             let is_whole = |folder: &PathBuf| !folder.to_string_lossy().contains("/.tmp-");

@@ -8,6 +8,7 @@ use anyhow::Result;
 use memtools::host::kernel_log::{FollowedLog, KillFinder, LoggedKill};
 use memtools::print::text;
 use memtools::process::labels::{ContainerNames, Workload};
+use memtools::push::sender::Sender;
 use memtools::watch::cgroups::Cgroups;
 use memtools::watch::growth::{Change, Growth, Observed, Reason, Thresholds};
 use memtools::watch::machine::{Machine, MachineMemory};
@@ -19,6 +20,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use crate::config::Config;
 use crate::incident::{self, Incident, ProcessThen, Writer};
 use crate::kills::{KillCounts, Limit};
+use crate::trace_record;
+use crate::tracing::{Candidate, Place, Tracing};
 
 /// Maximum number of cgroups that are watched.
 const MAX_CGROUPS: usize = 2000;
@@ -36,6 +39,14 @@ const WALK_REST: u32 = 500;
 const MAX_RECORD_BYTES: usize = 64 << 10;
 /// Number of the largest processes in an incident.
 const LARGEST: usize = 10;
+/// Time after the beginning of growth in which each look is one at the processes, too.
+const URGENT: Duration = Duration::from_secs(10);
+/// Time between two looks at the processes while something grows.
+const OFTEN: Duration = Duration::from_secs(5);
+/// Time for which an incident waits for the profile of a victim that is traced.
+const PROFILE_DELAY: Duration = Duration::from_secs(15);
+/// Maximum number of incidents that wait.
+const MAX_WAITING: usize = 16;
 /// Time between two full reads of all cgroups.
 const WHOLE: Duration = Duration::from_secs(15);
 
@@ -72,10 +83,20 @@ pub(crate) struct Agent {
     records: String,
     /// None if incidents are not written.
     pub(crate) writer: Option<Writer>,
+    /// None if nothing is traced.
+    pub(crate) tracing: Option<Tracing>,
+    /// None if profiles are not pushed.
+    pub(crate) sender: Option<Sender>,
+    /// Incidents whose victims are still traced, with the time until which they wait for the profile.
+    waiting: Vec<(Duration, Incident)>,
     next_walk: Duration,
     walk_before: Duration,
     next_whole: Duration,
     next_processes: Duration,
+    /// Paths of the places that grew at the last look; None is the machine.
+    grew: Vec<Option<String>>,
+    /// Time until which each look is one at the processes, too.
+    urgent_until: Duration,
     buffer: Vec<u8>,
 }
 
@@ -108,10 +129,15 @@ impl Agent {
             logged: Vec::new(),
             records: String::new(),
             writer: None,
+            tracing: None,
+            sender: None,
+            waiting: Vec::new(),
             next_walk: Duration::ZERO,
             walk_before: Duration::ZERO,
             next_whole: Duration::ZERO,
             next_processes: Duration::ZERO,
+            grew: Vec::new(),
+            urgent_until: Duration::ZERO,
             config,
             buffer,
         })
@@ -134,10 +160,100 @@ impl Agent {
             self.kills.add_events(&killed.path, killed.count, at);
         }
         self.judge_cgroups(at, &thresholds);
-        if at >= self.next_processes {
+        let places = self.growing_places();
+        let has_looked = at >= self.next_processes || self.is_urgent(at, &places);
+        if has_looked {
             self.next_processes = at + self.config.watch.processes_every.0;
             if let Err(error) = self.processes.look(at, &mut self.buffer) {
                 self.failed(&error);
+            }
+        }
+        self.trace(at, &places, has_looked);
+        self.write_waiting(at);
+    }
+
+    /// Whether to look at the processes before their time, as one that grows is found by two looks: each time for some
+    /// seconds after a place has begun to grow, and then less often.
+    fn is_urgent(&mut self, at: Duration, places: &[Place]) -> bool {
+        let is_new = |place: &Place| !self.grew.contains(&place.cgroup);
+        if places.iter().any(is_new) {
+            self.urgent_until = at + URGENT;
+        }
+        self.grew = places.iter().map(|place| place.cgroup.clone()).collect();
+        let can_trace = self.tracing.as_ref().is_some_and(Tracing::is_free);
+        let is_due = at < self.urgent_until || at >= self.processes.looked() + OFTEN;
+        can_trace && !places.is_empty() && is_due
+    }
+
+    /// Writes the incidents that wait, at the end of the run.
+    pub(crate) fn finish(&mut self) {
+        self.write_waiting(Duration::MAX);
+    }
+
+    /// Returns the cgroups that grow, and the machine.
+    fn growing_places(&self) -> Vec<Place> {
+        let place = |cgroup: Option<&str>, reason: Option<Reason>| {
+            reason
+                .filter(|&reason| reason != Reason::Pressure)
+                .map(|reason| Place {
+                    cgroup: cgroup.map(str::to_owned),
+                    reason,
+                })
+        };
+        let machine = place(None, self.machine_growth.suspicion());
+        let groups = self.cgroups.iter();
+        let groups = groups.filter_map(|group| place(Some(&*group.path), group.growth.suspicion()));
+        machine.into_iter().chain(groups).collect()
+    }
+
+    /// Takes the traces that have ended, and after a look at the processes starts others.
+    fn trace(&mut self, at: Duration, places: &[Place], has_looked: bool) {
+        let Some(tracing) = &mut self.tracing else {
+            return;
+        };
+        let ended = tracing.follow(at, places, &self.config.trace);
+        if has_looked {
+            let candidates = self.processes.iter().map(|process| Candidate {
+                pid: process.pid,
+                comm: process.comm.clone(),
+                cgroup: process.cgroup.cgroup.clone(),
+                grown: process.grown.unwrap_or_default(),
+                grown_slowly: process.grown_slowly(),
+            });
+            let names = &self.names;
+            let name = |path: &str| names.complete(Workload::at(path));
+            tracing.start(at, places, candidates, &self.config.trace, name);
+        }
+        for traced in ended {
+            if let Some(sender) = &self.sender {
+                sender.add(
+                    &trace_record::meta(&traced, &self.config.labels),
+                    &traced.profile,
+                );
+            }
+            if let Some(writer) = &self.writer {
+                writer.write_trace(traced);
+            }
+        }
+    }
+
+    /// Writes the incidents that do not wait for the profile of a victim any more.
+    fn write_waiting(&mut self, at: Duration) {
+        for (until, mut incident) in std::mem::take(&mut self.waiting) {
+            let victims = incident.victims.iter().map(|victim| victim.pid);
+            if let Some(tracing) = &self.tracing {
+                let is_traced = victims.clone().any(|pid| tracing.traces(pid));
+                if is_traced && at < until {
+                    self.waiting.push((until, incident));
+                    continue;
+                }
+                incident.traced = victims
+                    .clone()
+                    .find_map(|pid| tracing.last_of(pid))
+                    .cloned();
+            }
+            if let Some(writer) = &self.writer {
+                writer.write(incident);
             }
         }
     }
@@ -267,10 +383,14 @@ impl Agent {
     }
 
     /// Adds what is known of the time before to an incident, and has it written.
-    fn write(&self, mut incident: Incident, at: Duration) {
+    fn write(&mut self, mut incident: Incident, at: Duration) {
         let Some(writer) = &self.writer else {
             return;
         };
+        if self.waiting.len() >= MAX_WAITING {
+            writer.drop_one();
+            return;
+        }
         let path = incident.cgroup.clone().unwrap_or_default();
         incident.workload = self.names.complete(Workload::at(&path));
         incident.at = at;
@@ -302,7 +422,7 @@ impl Agent {
                 grown_bytes: process.grown,
             })
             .collect();
-        writer.write(incident);
+        self.waiting.push((at + PROFILE_DELAY, incident));
     }
 
     /// Returns the numbers of incidents that were written, and that could not be.
@@ -319,13 +439,20 @@ impl Agent {
         let is_same = config.metrics.listen == self.config.metrics.listen
             && config.watch.cgroup_root == self.config.watch.cgroup_root
             && config.watch.container_logs == self.config.watch.container_logs
-            && config.spool == self.config.spool;
+            && config.spool == self.config.spool
+            && config.trace == self.config.trace
+            && config.push == self.config.push;
         if !is_same {
             memtools::message!(
-                "metrics.listen, spool, watch.cgroup_root and watch.container_logs change only at a restart"
+                "metrics.listen, spool, trace, push, watch.cgroup_root and watch.container_logs change only at a restart"
             );
         }
-        self.config = config;
+        let (trace, push) = (self.config.trace.clone(), self.config.push.clone());
+        self.config = Config {
+            trace,
+            push,
+            ..config
+        };
     }
 }
 

@@ -10,10 +10,13 @@ use memtools::host::kernel_log::FollowedLog;
 use memtools::host::pressure::Pressure;
 use memtools::print::output::Output;
 use memtools::print::text;
+use memtools::push::client::Client;
+use memtools::run::siblings;
 use memtools::serve::address::Listener;
 
 use crate::agent::Agent;
-use crate::config::Config;
+use crate::config::{Config, Trace};
+use crate::tracing;
 
 /// Exit status if something does not work.
 const LESS: u8 = 3;
@@ -27,6 +30,37 @@ fn incidents(config: &Config) -> Result<String, String> {
     match Spool::open(folder, config.spool_limits()) {
         Ok(spool) => Ok(format!("in {}", spool.shown())),
         Err(error) => Err(format!("{error:#}")),
+    }
+}
+
+/// Returns whether processes that grow can be traced.
+fn traces(config: &Config) -> Result<String, String> {
+    if !config.trace.enabled {
+        return Ok("none: trace.enabled is false".to_owned());
+    }
+    siblings::path("memleak").map_err(|error| format!("{error:#}"))?;
+    if let Some(lacking) = tracing::lacking() {
+        return Err(lacking);
+    }
+    let Trace {
+        processes, budget, ..
+    } = &config.trace;
+    Ok(format!(
+        "of {processes} processes at a time that grow, {} an hour",
+        String::from(*budget)
+    ))
+}
+
+/// Returns where profiles are pushed.
+fn push(config: &Config) -> Result<String, String> {
+    match config.store() {
+        None => Ok("none: push.url is empty".to_owned()),
+        Some(store) => {
+            let url = text::escape(&store.url).into_owned();
+            let client = Client::new(store).map_err(|error| format!("{error:#}"))?;
+            client.reach().map_err(|error| format!("{error:#}"))?;
+            Ok(format!("to {url}"))
+        }
     }
 }
 
@@ -77,6 +111,8 @@ pub(crate) fn run(config: &Config, output: &mut Output) -> Result<ExitCode> {
                 }),
         ),
         ("incidents", incidents(config)),
+        ("traces", traces(config)),
+        ("push", push(config)),
         ("metrics", listens.map_err(|error| format!("{error:#}"))),
     ];
     let mut works = true;

@@ -1,5 +1,6 @@
 //! The configuration: one TOML file, in which each key is optional and unknown keys are refused.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,10 +11,17 @@ use jiff::SignedDuration;
 use memtools::export::spool::Limits;
 use memtools::parse;
 use memtools::print::text;
+use memtools::process::labels::Workload;
+use memtools::push::client::Store;
+use memtools::push::format::Format;
 use memtools::serve::address::{self, Address};
 use memtools::watch::growth::Thresholds;
 use serde::{Deserialize, Serialize};
 
+use crate::tracing::MAX_SLOTS;
+
+/// Maximum number of labels in the file.
+const MAX_LABELS: usize = 5;
 /// File that is read if no other one is named. It need not exist.
 pub(crate) const DEFAULT_FILE: &str = "/etc/memagent.toml";
 /// Maximum size of the file, in bytes.
@@ -25,8 +33,12 @@ const MAX_BYTES: u64 = 1 << 20;
 pub(crate) struct Config {
     pub(crate) watch: Watch,
     pub(crate) rule: Rule,
+    pub(crate) trace: Trace,
     pub(crate) spool: SpoolOptions,
     pub(crate) metrics: Metrics,
+    pub(crate) push: Push,
+    /// Labels of all profiles that are pushed, beside those of what was traced.
+    pub(crate) labels: BTreeMap<String, String>,
 }
 
 /// What is read, and how often.
@@ -51,6 +63,85 @@ pub(crate) struct Rule {
     pub(crate) leave: Percent,
     pub(crate) soon: Span,
     pub(crate) slow: Span,
+}
+
+/// Traces of processes that grow.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct Trace {
+    pub(crate) enabled: bool,
+    /// Time of a trace.
+    #[serde(rename = "for")]
+    pub(crate) duration: Span,
+    /// Number of processes that are traced at the same time.
+    pub(crate) processes: u8,
+    /// Time of all traces in an hour.
+    pub(crate) budget: Span,
+    /// Share of the process's CPU time that the programs of the probes may take, which memleak keeps by sampling.
+    pub(crate) overhead: Percent,
+    /// Share of the process's CPU time that a trace may cost in all, beyond which it ends.
+    pub(crate) most_cost: Percent,
+    /// Names of programs, units, containers, pods and namespaces that are traced; all if there is none.
+    pub(crate) allow: Vec<String>,
+    /// Names of programs, units, containers, pods and namespaces that are not traced.
+    pub(crate) deny: Vec<String>,
+}
+
+/// Profile store that traces are sent to.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct Push {
+    /// Address; empty for no store.
+    pub(crate) url: String,
+    pub(crate) format: PushFormat,
+    /// Bytes of profiles that wait to be sent.
+    pub(crate) queue: QueueSize,
+    /// File with a token; empty for none.
+    pub(crate) token_file: PathBuf,
+    /// File with the certificates of authorities; empty for those of the system.
+    pub(crate) ca_file: PathBuf,
+    /// Tenant of a store that has several (X-Scope-OrgID); empty for none.
+    pub(crate) tenant: String,
+}
+
+/// Format of requests, by its name.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct PushFormat(pub(crate) Format);
+
+impl Default for PushFormat {
+    fn default() -> Self {
+        Self(Format::Pyroscope)
+    }
+}
+
+impl TryFrom<String> for PushFormat {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let found = Format::NAMES.iter().find(|(name, _)| *name == text);
+        found
+            .map(|&(_, format)| Self(format))
+            .ok_or_else(|| "must be \"pyroscope\" or \"otlp\"".to_owned())
+    }
+}
+
+impl From<PushFormat> for String {
+    fn from(PushFormat(format): PushFormat) -> Self {
+        let found = Format::NAMES.iter().find(|(_, other)| *other == format);
+        found.map_or_else(String::new, |(name, _)| (*name).to_owned())
+    }
+}
+
+/// Size of the queue in the file.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct QueueSize(pub(crate) Size);
+
+impl Default for QueueSize {
+    fn default() -> Self {
+        Self(Size(64 << 20))
+    }
 }
 
 /// Where incidents are written.
@@ -96,6 +187,37 @@ impl Default for Rule {
             soon: Span(Duration::from_secs(180)),
             slow: Span(Duration::from_secs(24 * 3600)),
         }
+    }
+}
+
+impl Default for Trace {
+    fn default() -> Self {
+        Self {
+            enabled: false,
+            duration: Span(Duration::from_secs(120)),
+            processes: 2,
+            budget: Span(Duration::from_secs(600)),
+            overhead: Percent(2.0),
+            most_cost: Percent(5.0),
+            allow: Vec::new(),
+            deny: Vec::new(),
+        }
+    }
+}
+
+impl Trace {
+    /// Whether a process of this name, in what runs in its cgroup, is not to be traced.
+    pub(crate) fn denies(&self, comm: &str, workload: &Workload) -> bool {
+        let Workload {
+            unit,
+            namespace,
+            pod,
+            container,
+            ..
+        } = workload;
+        let names = [comm, unit, namespace, pod, container];
+        let has_one = |list: &[String]| list.iter().any(|name| names.contains(&&**name));
+        has_one(&self.deny) || !(self.allow.is_empty() || has_one(&self.allow))
     }
 }
 
@@ -242,8 +364,52 @@ impl Config {
             self.metrics.cgroups <= 2000 && self.metrics.processes <= 2000,
             "metrics.cgroups and metrics.processes: must be at most 2000"
         );
+        let trace = &self.trace;
+        ensure!(
+            (1..=MAX_SLOTS).contains(&trace.processes),
+            "trace.processes: must be from 1 to {MAX_SLOTS}"
+        );
+        ensure!(
+            (10 * second..=120 * second).contains(&trace.duration.0),
+            "trace.for: must be from \"10s\" to \"2m\""
+        );
+        ensure!(
+            (trace.duration.0..=3600 * second).contains(&trace.budget.0),
+            "trace.budget: must be from trace.for to \"1h\""
+        );
+        ensure!(
+            self.labels.len() <= MAX_LABELS && self.labels.keys().all(|name| is_label_name(name)),
+            "labels: must be at most {MAX_LABELS}, with names of letters, digits and _"
+        );
+        ensure!(
+            !trace.enabled || !self.spool.folder.as_os_str().is_empty(),
+            "trace.enabled: needs spool.folder, which has the profiles"
+        );
+        if let Some(store) = self.store() {
+            store.check().context("push.url")?;
+            ensure!(
+                trace.enabled,
+                "push.url: needs trace.enabled = true, as profiles are those of traces"
+            );
+        }
         self.listen_address()?;
         Ok(())
+    }
+
+    /// Returns the store that profiles are pushed to. None if they are not pushed.
+    pub(crate) fn store(&self) -> Option<Store> {
+        let file = |path: &PathBuf| {
+            Some(path)
+                .filter(|path| !path.as_os_str().is_empty())
+                .cloned()
+        };
+        let push = &self.push;
+        (!push.url.is_empty()).then(|| Store {
+            url: push.url.clone(),
+            token_file: file(&push.token_file),
+            ca_file: file(&push.ca_file),
+            tenant: push.tenant.clone(),
+        })
     }
 
     /// Returns the address of the metrics. None if they are not served.
@@ -309,6 +475,12 @@ fn place_and_reason(file: &str, error: &toml::de::Error) -> String {
     format!("line {line}, column {column}: {reason}")
 }
 
+/// Whether profile stores take a label of this name.
+fn is_label_name(name: &str) -> bool {
+    let is_of_name = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+    !name.is_empty() && !name.as_bytes()[0].is_ascii_digit() && name.bytes().all(is_of_name)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -318,6 +490,28 @@ mod tests {
             Ok(config) => panic!("{config:?}"),
             Err(error) => format!("{error:#}"),
         }
+    }
+
+    #[test]
+    fn lists_name_what_is_traced() {
+        let workload = Workload {
+            unit: "redis.service".into(),
+            namespace: "shop".into(),
+            ..Workload::default()
+        };
+        let denies = |allow: &[&str], deny: &[&str]| {
+            let list = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+            let trace = Trace {
+                allow: list(allow),
+                deny: list(deny),
+                ..Trace::default()
+            };
+            trace.denies("redis-server", &workload)
+        };
+        assert!(!denies(&[], &[]));
+        assert!(!denies(&["other", "shop"], &["other"]));
+        assert!(denies(&["other"], &[]) && denies(&[], &["redis.service"]));
+        assert!(denies(&["shop"], &["redis-server"]), "deny has precedence");
     }
 
     #[test]
@@ -332,6 +526,10 @@ mod tests {
             "mark = \"85%\"",
             "cgroups = 300",
             "bytes = \"512M\"",
+            "for = \"2m\"",
+            "budget = \"10m\"",
+            "format = \"pyroscope\"",
+            "queue = \"64M\"",
         ] {
             assert!(
                 text.lines().any(|printed| printed == line),
@@ -380,6 +578,30 @@ mod tests {
                 "line 2, column 11: invalid value",
             ),
             ("[metrics]\ncgroups = 100000\n", "must be at most 2000"),
+            ("[trace]\nprocesses = 9\n", "must be from 1 to 8"),
+            ("[trace]\nfor = \"3m\"\n", "trace.for: must be from"),
+            ("[trace]\nbudget = \"1m\"\n", "trace.budget: must be from"),
+            (
+                "[labels]\n\"a-b\" = \"x\"\n",
+                "labels: must be at most 5, with",
+            ),
+            ("[push]\nformat = \"jaeger\"\n", "must be \"pyroscope\" or"),
+            (
+                "[push]\nurl = \"x://y\"\n",
+                "push.url: must begin with https:// or",
+            ),
+            (
+                "[push]\nurl = \"http://store:4040\"\ntoken_file = \"/t\"\n",
+                "push.url: must begin with https://, so that",
+            ),
+            (
+                "[trace]\nenabled = true\n[spool]\nfolder = \"\"\n",
+                "trace.enabled: needs spool.folder",
+            ),
+            (
+                "[push]\nurl = \"https://store\"\n",
+                "push.url: needs trace.enabled",
+            ),
             ("[metrics\n", "line 1, column 9: "),
             ("\u{1b}[2J = 1\n", "line 1, column "),
         ] {

@@ -20,6 +20,8 @@ use memtools::watch::ring::Sample;
 use serde::Serialize;
 
 use crate::kills::Limit;
+use crate::trace_record;
+use crate::tracing::Traced;
 
 /// Number of incidents that wait to be written; more are dropped, and counted.
 const WAITING: usize = 16;
@@ -62,6 +64,8 @@ pub(crate) struct Incident {
     pub(crate) killed: u64,
     /// Largest processes at the last look before.
     pub(crate) largest: Vec<ProcessThen>,
+    /// Trace of a victim that ended with it; null if no victim was traced.
+    pub(crate) traced: Option<Traced>,
     #[serde(flatten)]
     pub(crate) identity: Identity,
     /// Records of the kernel's log about the kill.
@@ -93,32 +97,37 @@ pub(crate) fn wall_time(at_micros: u64) -> Zoned {
     clock::now().saturating_sub(age)
 }
 
+/// Returns the name of what runs in a cgroup, as a part of a folder's name.
+pub(crate) fn name_of(workload: &Workload, cgroup: &str) -> String {
+    let Workload {
+        unit,
+        pod,
+        container,
+        ..
+    } = workload;
+    let what = [unit, container, pod]
+        .into_iter()
+        .find(|name| !name.is_empty());
+    let what = what.map_or(
+        cgroup.rsplit('/').next().unwrap_or_default(),
+        String::as_str,
+    );
+    let plain = |c: char| {
+        if c.is_ascii_alphanumeric() || ".-@".contains(c) {
+            c
+        } else {
+            '_'
+        }
+    };
+    what.chars().map(plain).take(NAME_BYTES).collect()
+}
+
 impl Incident {
     /// Returns the name of the incident's folder: the time, the kind, what was killed, and the first pid.
     pub(crate) fn name(&self) -> String {
         let stamp = self.time.with_time_zone(TimeZone::UTC);
         let cgroup = self.cgroup.as_deref().unwrap_or_default();
-        let Workload {
-            unit,
-            pod,
-            container,
-            ..
-        } = &self.workload;
-        let what = [unit, container, pod]
-            .into_iter()
-            .find(|name| !name.is_empty());
-        let what = what.map_or(
-            cgroup.rsplit('/').next().unwrap_or_default(),
-            String::as_str,
-        );
-        let plain = |c: char| {
-            if c.is_ascii_alphanumeric() || ".-@".contains(c) {
-                c
-            } else {
-                '_'
-            }
-        };
-        let what: String = what.chars().map(plain).take(NAME_BYTES).collect();
+        let what = name_of(&self.workload, cgroup);
         let pid = self.victims.first().map_or(0, |victim| victim.pid);
         format!(
             "{}-{}-{what}-{pid}",
@@ -147,12 +156,15 @@ impl Incident {
                 before.push(b'\n');
             }
         }
-        Ok(vec![
+        let mut files = vec![
             ("incident.json", json),
             ("report.txt", self.report().into_bytes()),
             ("before.jsonl", before),
             ("kmsg.txt", self.log.clone().into_bytes()),
-        ])
+        ];
+        let profile = self.traced.as_ref().map(|traced| traced.profile.clone());
+        files.extend(profile.map(|profile| (trace_record::PROFILE, profile)));
+        Ok(files)
     }
 
     /// Formats the incident for people.
@@ -216,6 +228,9 @@ impl Incident {
                 parts.join(", ")
             )?;
         }
+        if let Some(traced) = &self.traced {
+            trace_record::write_stacks(traced, out)?;
+        }
         writeln!(out, "\nlargest processes at the last look before:")?;
         for process in &self.largest {
             let grown = process.grown_bytes.map_or_else(
@@ -238,37 +253,52 @@ impl Incident {
 /// Numbers of incidents.
 #[derive(Debug, Default)]
 pub(crate) struct Written {
-    /// Incidents that were written.
+    /// Incidents and traces that were written.
     pub(crate) whole: AtomicU64,
-    /// Incidents that could not be written.
+    /// Incidents and traces that could not be written.
     pub(crate) failed: AtomicU64,
 }
 
-/// Thread that writes incidents, as a disk may keep its writers waiting when memory is short.
+/// What is to be written.
+enum Job {
+    Incident(Box<Incident>),
+    Trace(Box<Traced>),
+}
+
+/// Thread that writes incidents and traces, as a disk may keep its writers waiting when memory is short.
 pub(crate) struct Writer {
     /// None once the writer ends.
-    sender: Option<SyncSender<Box<Incident>>>,
+    sender: Option<SyncSender<Job>>,
     thread: Option<JoinHandle<()>>,
     pub(crate) written: Arc<Written>,
 }
 
 impl Writer {
-    /// Starts the thread.
+    /// Starts the thread, for the directories of incidents and of traces.
     ///
     /// # Errors
     /// If it cannot be started.
-    pub(crate) fn start(spool: Spool) -> Result<Self> {
-        let (sender, incidents) = sync_channel::<Box<Incident>>(WAITING);
+    pub(crate) fn start(spool: Spool, traces: Option<Spool>) -> Result<Self> {
+        let (sender, jobs) = sync_channel::<Job>(WAITING);
         let written = Arc::new(Written::default());
         let counts = Arc::clone(&written);
         let write = move || {
-            for incident in incidents {
-                let outcome = incident
-                    .files()
-                    .and_then(|files| spool.write(&incident.name(), &files));
+            for job in jobs {
+                let (spool, name, files) = match &job {
+                    Job::Incident(incident) => (Some(&spool), incident.name(), incident.files()),
+                    Job::Trace(traced) => (
+                        traces.as_ref(),
+                        trace_record::name(traced),
+                        trace_record::files(traced),
+                    ),
+                };
+                let Some(spool) = spool else {
+                    continue;
+                };
+                let outcome = files.and_then(|files| spool.write(&name, &files));
                 let count = match outcome {
                     Ok(_) => {
-                        memtools::message!("wrote {}/{}", spool.shown(), incident.name());
+                        memtools::message!("wrote {}/{name}", spool.shown());
                         &counts.whole
                     }
                     Err(error) => {
@@ -289,10 +319,24 @@ impl Writer {
 
     /// Has an incident written, unless too many wait.
     pub(crate) fn write(&self, incident: Incident) {
+        self.send(Job::Incident(Box::new(incident)));
+    }
+
+    /// Has a trace written, unless too many wait.
+    pub(crate) fn write_trace(&self, traced: Traced) {
+        self.send(Job::Trace(Box::new(traced)));
+    }
+
+    fn send(&self, job: Job) {
         let sender = self.sender.as_ref();
-        if sender.is_some_and(|sender| sender.try_send(Box::new(incident)).is_err()) {
-            self.written.failed.fetch_add(1, Ordering::Relaxed);
+        if sender.is_some_and(|sender| sender.try_send(job).is_err()) {
+            self.drop_one();
         }
+    }
+
+    /// Counts an incident that is not written, because too many wait.
+    pub(crate) fn drop_one(&self) {
+        self.written.failed.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -328,6 +372,7 @@ pub(crate) fn of_victims(mut victims: Vec<LoggedKill>, limit: Limit, log: String
         killed: victims.len() as u64,
         victims,
         largest: Vec::new(),
+        traced: None,
         identity: Identity::of_this_tool(),
         log,
         before: BTreeMap::new(),

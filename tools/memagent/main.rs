@@ -2,14 +2,18 @@
 //! OOM kill.
 //!
 //! One loop looks at the machine, its cgroups and the kernel's log each second, and at all processes each quarter of a
-//! minute. Nothing is traced. Other threads serve HTTP and write incidents.
+//! minute. Nothing is traced until something grows: then a second process, which has kept the privileges for it, starts
+//! memleak for single processes. Other threads serve HTTP, write incidents and push profiles.
 
 mod agent;
+mod budget;
 mod check;
 mod config;
 mod incident;
 mod kills;
 mod metrics;
+mod trace_record;
+mod tracing;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -19,11 +23,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use memtools::export::spool::Spool;
+use memtools::export::spool::{Limits, Spool};
 use memtools::host::capabilities::{self, Capability};
 use memtools::host::kernel_log::FollowedLog;
 use memtools::host::pressure::Trigger;
 use memtools::print::output::Format;
+use memtools::push::client::Client;
+use memtools::push::queue::Queue;
+use memtools::push::sender::Sender;
 use memtools::run::cli;
 use memtools::run::poll::Poller;
 use memtools::run::privileges;
@@ -36,10 +43,15 @@ use sd_notify::NotifyState;
 use crate::agent::Agent;
 use crate::config::Config;
 use crate::incident::Writer;
+use crate::tracing::Tracing;
 
 /// Stall time and window of the memory pressure that has the agent look at once: a tenth of a window, which without
 /// CAP_SYS_RESOURCE has to be two seconds.
 const PRESSURE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
+/// Directory of profiles that wait to be pushed, in that of incidents.
+const QUEUE: &str = "queue";
+/// Maximum number of these profiles.
+const MAX_QUEUED: usize = 10_000;
 /// Maximum memory of responses, in bytes.
 const SERVED_BYTES: usize = 8 << 20;
 
@@ -100,6 +112,10 @@ fn run(args: Args) -> Result<ExitCode> {
 
 /// Watches until a signal arrives.
 fn watch(args: &Args, config: Config) -> Result<()> {
+    let spool = spool(&config);
+    let traces = traces(&config, spool.is_some());
+    // The process that starts tools is forked while signals are not blocked yet, and there are no threads.
+    let tracing = traces.as_ref().and_then(|_| tracing(&config));
     let mut poller = Poller::new()?;
     let hangup = Arc::new(AtomicBool::new(false));
     poller.rotate_at_hangup(Arc::clone(&hangup));
@@ -107,9 +123,9 @@ fn watch(args: &Args, config: Config) -> Result<()> {
     let listener = listener
         .map(|address| Listener::bind(&address))
         .transpose()?;
-    let spool = spool(&config);
     let log = followed_log();
     privileges::keep_watching()?;
+    let sender = sender(&config);
     let server = listener
         .map(|listener| Server::start(listener, SERVED_BYTES, privileges::keep_serving))
         .transpose()?;
@@ -118,7 +134,11 @@ fn watch(args: &Args, config: Config) -> Result<()> {
     let trigger = Trigger::some("/proc/pressure/memory", stalled, window).ok();
     let mut agent = Agent::new(config)?;
     agent.log = log;
-    agent.writer = spool.map(Writer::start).transpose()?;
+    agent.writer = spool
+        .map(|spool| Writer::start(spool, traces))
+        .transpose()?;
+    agent.tracing = tracing;
+    agent.sender = sender;
     server.iter().for_each(|server| poller.watch(server));
     if let Some(trigger) = &trigger {
         poller.watch_exception(trigger);
@@ -154,6 +174,7 @@ fn watch(args: &Args, config: Config) -> Result<()> {
         }
     }
     notify(&[NotifyState::Stopping]);
+    agent.finish();
     Ok(())
 }
 
@@ -180,6 +201,56 @@ fn spool(config: &Config) -> Option<Spool> {
         memtools::message!("{error:#}; incidents are not written");
     }
     spool.ok()
+}
+
+/// Opens the directory of traces. None if nothing is traced.
+fn traces(config: &Config, has_spool: bool) -> Option<Spool> {
+    if !(config.trace.enabled && has_spool) {
+        return None;
+    }
+    let folder = config.spool.folder.join(tracing::FOLDER);
+    let spool = Spool::open(&folder, config.spool_limits());
+    if let Err(error) = &spool {
+        memtools::message!("{error:#}; nothing is traced");
+    }
+    spool.ok()
+}
+
+/// Prepares traces. If that is not possible, everything else works.
+fn tracing(config: &Config) -> Option<Tracing> {
+    let folder = config.spool.folder.join(tracing::FOLDER);
+    if let Some(lacking) = tracing::lacking() {
+        memtools::message!("traces can fail: {lacking}");
+    }
+    match tracing::launcher(&config.trace, &folder) {
+        Ok(launcher) => Some(Tracing::new(launcher, folder, &config.trace)),
+        Err(error) => {
+            memtools::message!("{error:#}; nothing is traced");
+            None
+        }
+    }
+}
+
+/// Starts to push profiles. A store that is not reachable is tried again and again, but without certificates and a queue,
+/// nothing is pushed.
+fn sender(config: &Config) -> Option<Sender> {
+    let store = config.store()?;
+    let limits = Limits {
+        folders: MAX_QUEUED,
+        bytes: config.push.queue.0.0,
+    };
+    let start = || {
+        let queue = Spool::open(&config.spool.folder.join(QUEUE), limits)?;
+        let client = Client::new(store)?;
+        Sender::start(Queue::new(queue), client, config.push.format.0)
+    };
+    match start() {
+        Ok(sender) => Some(sender),
+        Err(error) => {
+            memtools::message!("{error:#}; nothing is pushed");
+            None
+        }
+    }
 }
 
 /// Reads the configuration again. A wrong one changes nothing.

@@ -1,6 +1,7 @@
 //! The agent's numbers as metric families. Each family has a limited number of series.
 
 use std::fs;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use memtools::export::exposition::{Exposed, Labels, MetricKind};
@@ -10,6 +11,7 @@ use memtools::watch::growth::Reason;
 use nix::sys::resource::{UsageWho, getrusage};
 
 use crate::agent::Agent;
+use crate::tracing::{End, Refusal};
 
 /// Returns all families.
 pub(crate) fn families(agent: &Agent) -> Vec<Exposed> {
@@ -18,6 +20,8 @@ pub(crate) fn families(agent: &Agent) -> Vec<Exposed> {
     families.push(processes(agent));
     families.extend(machine(agent));
     families.push(suspicious(agent));
+    families.extend(traces(agent));
+    families.extend(push(agent));
     families.extend(own(agent));
     families
 }
@@ -210,6 +214,98 @@ fn suspicious(agent: &Agent) -> Exposed {
         );
     }
     family
+}
+
+fn traces(agent: &Agent) -> Vec<Exposed> {
+    let Some(tracing) = &agent.tracing else {
+        return Vec::new();
+    };
+    let counts = &tracing.counts;
+    let mut ended = Exposed::new(
+        MetricKind::Counter,
+        "memagent_traces",
+        "Traces that have ended, by the reason of their end.",
+    );
+    for end in End::ALL {
+        let label = vec![("ended", end.name().to_owned())];
+        ended.add(label, counts.ended[end as usize]);
+    }
+    let mut refused = Exposed::new(
+        MetricKind::Counter,
+        "memagent_traces_refused",
+        "Processes that grew and were not traced, by the reason.",
+    );
+    for refusal in Refusal::ALL {
+        let label = vec![("reason", refusal.name().to_owned())];
+        refused.add(label, counts.refused[refusal as usize]);
+    }
+    vec![
+        ended,
+        refused,
+        Exposed::one(
+            MetricKind::Gauge,
+            "memagent_traced_processes",
+            "Processes that are traced.",
+            tracing.running() as u64,
+        ),
+        Exposed::one(
+            MetricKind::Seconds,
+            "memagent_trace_seconds",
+            "Time of all traces that have ended.",
+            counts.nanoseconds,
+        ),
+        Exposed::one(
+            MetricKind::Counter,
+            "memagent_trace_hits",
+            "Runs of probes in all traces that have ended.",
+            counts.hits,
+        ),
+    ]
+}
+
+fn push(agent: &Agent) -> Vec<Exposed> {
+    let Some(sender) = &agent.sender else {
+        return Vec::new();
+    };
+    let pushed = sender.pushed();
+    let number = |count: &AtomicU64| count.load(Ordering::Relaxed);
+    let (profiles, bytes) = sender.queued();
+    let mut dropped = Exposed::new(
+        MetricKind::Counter,
+        "memagent_push_dropped",
+        "Profiles that were not pushed: the store has refused them, or the queue was full.",
+    );
+    for (reason, count) in [("refused", &pushed.refused), ("full", &pushed.full)] {
+        let label = vec![("reason", reason.to_owned())];
+        dropped.add(label, number(count));
+    }
+    vec![
+        dropped,
+        Exposed::one(
+            MetricKind::Counter,
+            "memagent_push_sent",
+            "Profiles that the store has taken.",
+            number(&pushed.sent),
+        ),
+        Exposed::one(
+            MetricKind::Counter,
+            "memagent_push_failures",
+            "Requests that have failed, and were repeated.",
+            number(&pushed.failed),
+        ),
+        Exposed::one(
+            MetricKind::Gauge,
+            "memagent_push_queued_profiles",
+            "Profiles that wait to be sent.",
+            profiles,
+        ),
+        Exposed::one(
+            MetricKind::Gauge,
+            "memagent_push_queued_bytes",
+            "Size of the profiles that wait to be sent.",
+            bytes,
+        ),
+    ]
 }
 
 fn own(agent: &Agent) -> Vec<Exposed> {

@@ -217,6 +217,7 @@ impl<'a, S: Source> Reporter<'a, S> {
             unknown_frees: heading.frees.unknown,
             double_frees: heading.frees.double,
             unseen_frees: heading.frees.unseen,
+            hits: self.source.hits(),
             lost: self.source.losses()?,
         })
     }

@@ -69,6 +69,9 @@ pub(crate) struct Head {
     pub(crate) double_frees: Option<u64>,
     /// Missed frees: their addresses were allocated again.
     pub(crate) unseen_frees: u64,
+    /// Runs of the probes since the start, if they are counted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hits: Option<u64>,
     pub(crate) lost: Losses,
 }
 
