@@ -40,9 +40,9 @@ static __noinline __u64 stack_finish(struct stack_slot *slot)
 /*
  * Returns the id in the table of the user stack whose innermost frame is at `pc`, with these stack
  * and frame pointers. `interrupted` is 1 if the task was interrupted at `pc`, 0 if `pc` is a return
- * address.
+ * address. `link` is the return address that is still in a register; 0 if none is.
  */
-__noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
+__noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted, __u64 link)
 {
 	__u32 index = stack_slot_take();
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
@@ -53,6 +53,7 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 		return STACK_LOST;
 	}
 	stack_begin(index, pc, sp, fp, interrupted);
+	stack_set_link(&slot->walk, link);
 	if (interpreters && python_met)
 		stack_begin_python(index, slot);
 	CALL_LOOP (long i = 0; i < STACK_ROUNDS; i++)
@@ -76,8 +77,11 @@ enum stack_call {
 	STACK_CALL_PAST,  /* the call is not among the callers */
 };
 
-/* Walks a round of steps to the allocator's call whose return address is at `address`. */
-__noinline int stack_round_to(__u32 index, __u64 address)
+/*
+ * Walks a round of steps to the allocator's call whose return address, `returns_to`, is at
+ * `address`.
+ */
+__noinline int stack_round_to(__u32 index, __u64 address, __u64 returns_to)
 {
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
 	int more;
@@ -86,7 +90,8 @@ __noinline int stack_round_to(__u32 index, __u64 address)
 		return STACK_CALL_FOUND;
 	CALL_LOOP (long i = 0; i < STACK_ROUND_STEPS; i++) {
 		if (slot->walk.pc_at == address)
-			return STACK_CALL_FOUND;
+			return stack_returns_from(&slot->walk, returns_to) ? STACK_CALL_FOUND
+									   : STACK_CALL_PAST;
 		if (slot->walk.sp > address)
 			return slot->stack.frame_pointer_steps ? STACK_CALL_FOUND : STACK_CALL_PAST;
 		more = stack_step(index);
@@ -101,11 +106,11 @@ __noinline int stack_round_to(__u32 index, __u64 address)
 }
 
 /*
- * Whether the call whose return address is at `address` is among the callers of the frame that
- * stack_id() would begin with. Returns 1 also if this cannot be known: if the walk ends before, or
- * went by frame pointers, which skip frames.
+ * Whether the call whose return address, `returns_to`, is at `address` is among the callers of the
+ * frame that stack_id() would begin with. Returns 1 also if this cannot be known: if the walk ends
+ * before, or went by frame pointers, which skip frames.
  */
-__noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
+__noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address, __u64 returns_to)
 {
 	__u32 index = stack_slot_take();
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
@@ -114,8 +119,9 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 	if (!slot)
 		return 1;
 	stack_begin(index, pc, sp, fp, 0);
+	stack_set_link(&slot->walk, 0);
 	CALL_LOOP (long i = 0; i < STACK_CALL_ROUNDS && found == STACK_CALL_AHEAD; i++)
-		found = stack_round_to(index, address);
+		found = stack_round_to(index, address, returns_to);
 	stack_slot_give_back(slot);
 	return found != STACK_CALL_PAST;
 }
@@ -127,20 +133,20 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
  */
 static __always_inline __u64 stack_of_caller_at_return(struct pt_regs *ctx)
 {
-	return stack_id(PT_REGS_IP(ctx), stack_pointer(ctx), PT_REGS_FP(ctx), 0);
+	return stack_id(PT_REGS_IP(ctx), stack_pointer(ctx), PT_REGS_FP(ctx), 0, 0);
 }
 
 /* Returns the stack of a function's caller at the function's entry. */
 static __always_inline __u64 stack_of_caller_at_entry(struct pt_regs *ctx)
 {
 	return stack_id(stack_return_address(ctx), stack_pointer_after_return(stack_pointer(ctx)),
-			PT_REGS_FP(ctx), 0);
+			PT_REGS_FP(ctx), 0, 0);
 }
 
 /* Returns the stack whose innermost frame is the function that a probe is in. */
 static __always_inline __u64 stack_of_function(struct pt_regs *ctx)
 {
-	return stack_id(PT_REGS_IP(ctx), stack_pointer(ctx), PT_REGS_FP(ctx), 1);
+	return stack_id(PT_REGS_IP(ctx), stack_pointer(ctx), PT_REGS_FP(ctx), 1, stack_link(ctx));
 }
 
 #endif /* MEMTOOLS_STACK_BPF_H */

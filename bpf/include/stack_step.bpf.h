@@ -8,13 +8,13 @@
 #define MEMTOOLS_STACK_STEP_BPF_H
 
 #include "arch_registers.bpf.h"
-#include "arch_stack.bpf.h"
+#include "arch_step.bpf.h"
 #include "hotspot.bpf.h"
+#include "return_probe.bpf.h"
 #include "stack_python.bpf.h"
 
 /* A frame record farther from the stack pointer than this is taken for a stray value. */
 #define STACK_MAX_FRAME_BYTES (16 << 20)
-#define NO_FRAME_POINTER      1 /* or any odd number */
 
 /* Steps of a walk, in rounds. A frame may take a second step, for a return probe. */
 #define STACK_ROUND_STEPS 17
@@ -23,46 +23,6 @@ _Static_assert(STACK_MAX_DEPTH + 32 < STACK_ROUNDS * STACK_ROUND_STEPS, "too few
 
 /* Rounds of a walk to an outer call, from a function that it has called (stack_comes_from()). */
 #define STACK_CALL_ROUNDS 10
-
-/* Return probes that a thread can be in at once; the kernel allows 64. */
-#define RETURN_PROBES 64
-
-#define KERNEL_ADDRESS (1ULL << 63)
-
-/*
- * Asks a pending return probe (uretprobe), a return_instance of the kernel, for the return address
- * that it has replaced at `address`. Returns that address of the process; otherwise the next probe
- * to ask, an address of the kernel, or 0.
- */
-__noinline __u64 stack_ask_return_probe(__u64 probe, __u64 address)
-{
-	struct return_instance *instance = (void *)probe;
-
-	if (BPF_CORE_READ(instance, stack) == address)
-		return BPF_CORE_READ(instance, orig_ret_vaddr);
-	return (__u64)BPF_CORE_READ(instance, next);
-}
-
-/*
- * Returns the original return address at `address`, which a pending return probe has replaced by
- * its own; 0 if none has.
- */
-__noinline __u64 stack_original_return_address(__u64 address)
-{
-	struct task_struct *task = (void *)bpf_get_current_task();
-	__u64 found = (__u64)BPF_CORE_READ(task, utask, return_instances);
-
-	CALL_LOOP (long i = 0; i < RETURN_PROBES && found & KERNEL_ADDRESS; i++)
-		found = stack_ask_return_probe(found, address);
-	return found & KERNEL_ADDRESS ? 0 : found;
-}
-
-/* Ends the walk as no rule leads to the caller, and counts that for the file. */
-static __always_inline int stack_without_rule(struct stack_slot *slot, __u64 row)
-{
-	unwind_count_missing(row_file(row));
-	return stack_end(slot, STACK_END_NO_RULE);
-}
 
 /*
  * Goes to the caller by the frame record at the frame pointer: the caller's frame pointer, and the
@@ -93,11 +53,7 @@ static __noinline int stack_by_frame_pointer(struct stack_slot *slot, __u64 row)
 	caller_fp = walk->word;
 	if (!stack_word(slot, fp + 8) || !walk->word)
 		goto none;
-	walk->pc = walk->word;
-	walk->pc_at = fp + 8;
-	walk->sp = fp + 16;
-	walk->fp = caller_fp;
-	walk->interrupted = 0;
+	stack_leave_record(walk, fp, caller_fp);
 	slot->stack.frame_pointer_steps++;
 	return 1;
 none:
@@ -125,14 +81,14 @@ static __noinline int stack_by_signal(struct stack_slot *slot)
 	walk->sp = walk->word;
 	walk->pc_at = 0;
 	walk->interrupted = 1;
-	return 1;
+	return stack_restore_link(slot, sp);
 }
 
 /* Returns the CFA by a rule; 0: none. */
 static __always_inline __u64 stack_cfa(struct stack_slot *slot, __u64 row)
 {
 	struct stack_walk *walk = &slot->walk;
-	__u64 kind = row_kind(row), base = walk->sp;
+	__u64 kind = row_kind(row), base = stack_base(walk, row);
 	long offset = row_cfa_offset(row);
 
 	if (kind == UNWIND_BY_SP)
@@ -154,30 +110,9 @@ static __always_inline __u64 stack_cfa(struct stack_slot *slot, __u64 row)
 /* Goes to the caller by a rule. Returns 0 if there is none. */
 static __noinline int stack_by_rule(struct stack_slot *slot, __u64 row)
 {
-	struct stack_walk *walk = &slot->walk;
-	__u64 cfa = stack_cfa(slot, row), fp = walk->fp;
-	__u64 fp_rule = row_frame_pointer(row), fp_at;
+	__u64 cfa = stack_cfa(slot, row);
 
-	if (!cfa)
-		return stack_end(slot, STACK_END_UNREADABLE);
-	if ((cfa <= walk->sp && !row_switches_stack(row)) || cfa & 7)
-		return stack_end(slot, STACK_END_BACKWARDS);
-	if (fp_rule == UNWIND_FP_AT_CFA || fp_rule == UNWIND_FP_AT_FP) {
-		fp_at = (fp_rule == UNWIND_FP_AT_CFA ? cfa : fp) + row_fp_offset(row) * 8;
-		if (!stack_word(slot, fp_at))
-			return stack_end(slot, STACK_END_UNREADABLE);
-		fp = walk->word;
-	} else if (fp_rule == UNWIND_FP_FORGOTTEN) {
-		fp = NO_FRAME_POINTER;
-	}
-	if (!stack_word(slot, cfa - RETURN_ADDRESS_BELOW_CFA))
-		return stack_end(slot, STACK_END_UNREADABLE);
-	walk->pc = walk->word;
-	walk->pc_at = cfa - RETURN_ADDRESS_BELOW_CFA;
-	walk->sp = cfa;
-	walk->fp = fp;
-	walk->interrupted = 0;
-	return walk->pc ? 1 : stack_end(slot, STACK_END_ROOT);
+	return cfa ? stack_leave_frame(slot, row, cfa) : stack_end(slot, STACK_END_UNREADABLE);
 }
 
 /*

@@ -101,7 +101,7 @@ struct stack_walk {
 	__u64 pc;
 	__u64 sp;
 	__u64 fp;
-	__u64 pc_at; /* address on the stack that the pc was read from; 0: it is from a register */
+	__u64 pc_at;   /* place of the pc on the stack, as return probes note it; 0: a register */
 	__u64 process; /* number from unwind_space(); 0: walk by frame pointers only */
 	__u64 word;    /* word that stack_word() has read */
 	/* Part of the stack that was read, in one piece. */
@@ -122,6 +122,9 @@ struct stack_walk {
 	__u32 index;	       /* number of the slot of this walk */
 	__u32 interpreter;     /* met in the walk: UNWIND_PYTHON, UNWIND_HOTSPOT */
 	__u64 layout;	       /* `layout` of unwind_space() */
+	/* On architectures whose calls leave the return address in a register (arch_step.bpf.h): */
+	__u64 link;	  /* return address of the innermost frame, in that register; 0: unknown */
+	__u64 sp_is_lost; /* 1: sp is not that of the frame, only below it */
 };
 
 /* Slots that a thread tries to take; src/stacks/slots.rs simulates it. */

@@ -81,6 +81,13 @@ static __always_inline int stack_end(struct stack_slot *slot, __u8 end)
 	return 0;
 }
 
+/* Ends the walk as no rule leads to the caller, and counts that for the file. */
+static __always_inline int stack_without_rule(struct stack_slot *slot, __u64 row)
+{
+	unwind_count_missing(row_file(row));
+	return stack_end(slot, STACK_END_NO_RULE);
+}
+
 /* Adds a frame. Returns 0 if the stack is full. */
 static __noinline int stack_push(struct stack_slot *slot, __u64 pc, __u64 interrupted)
 {

@@ -23,7 +23,7 @@ static __noinline __u64 stack_of_task(void)
 	read_user_registers(&registers);
 	if (!user_registers_are_64_bit(&registers))
 		return STACK_NONE;
-	return stack_id(registers.pc, registers.sp, registers.fp, 1);
+	return stack_id(registers.pc, registers.sp, registers.fp, 1, registers.link);
 }
 
 #endif /* MEMTOOLS_TASK_STACK_BPF_H */

@@ -6,18 +6,18 @@
 #ifndef MEMTOOLS_UNWIND_ROW_BPF_H
 #define MEMTOOLS_UNWIND_ROW_BPF_H
 
-#include "memtools.bpf.h"
+#include "arch_row.bpf.h"
 
 /*
  * Rule for a step from a frame to its caller's. The CFA (canonical frame address) is the caller's
- * stack pointer before the call; arch_stack.bpf.h says where the return address is.
+ * stack pointer before the call. arch_row.bpf.h has the layout: from the lowest bits on,
  *
- *	bits 63:32  the byte of the file from which the rule is valid; in a row that was
- *	            looked up, the number of the file
- *	     31:14  offset of CFA in words
- *	     13:6   offset of the saved frame pointer in words; of UNWIND_BY_REGISTER, the register
- *	      5:4   enum unwind_frame_pointer
- *	      3:0   enum unwind_kind
+ *	enum unwind_kind, 4 bits
+ *	enum unwind_frame_pointer
+ *	offset of the saved frame pointer in words, 8 bits; of UNWIND_BY_REGISTER, the register
+ *	offset of CFA in words, up to bit 31
+ *	the byte of the file from which the rule is valid; in a row that was looked up, the number
+ *	of the file: bits 63:32
  */
 enum unwind_kind {
 	UNWIND_NO_RULE,	     /* code without unwind information: generated, or assembler's */
@@ -39,22 +39,6 @@ enum unwind_kind {
 			      */
 };
 
-/* First bits of the fields of a row. */
-enum unwind_row_layout {
-	UNWIND_FP_SHIFT = 4,
-	UNWIND_FP_OFFSET_SHIFT = 6,
-	UNWIND_CFA_SHIFT = 14,
-	UNWIND_BEHIND_SHIFT = 16,
-	UNWIND_THROUGH_SHIFT = 24,
-};
-
-enum unwind_frame_pointer {
-	UNWIND_FP_KEPT,	     /* the caller's frame pointer is in its register */
-	UNWIND_FP_AT_CFA,    /* it is at CFA + offset */
-	UNWIND_FP_AT_FP,     /* it is at fp + offset */
-	UNWIND_FP_FORGOTTEN, /* it is lost */
-};
-
 /* Returns how the caller is found: enum unwind_kind. */
 static __always_inline __u64 row_kind(__u64 row)
 {
@@ -73,16 +57,7 @@ static __always_inline int row_is_plain(__u64 row)
 /* Returns how the caller's frame pointer is found: enum unwind_frame_pointer. */
 static __always_inline __u64 row_frame_pointer(__u64 row)
 {
-	return row >> UNWIND_FP_SHIFT & 3;
-}
-
-/*
- * Whether the caller's frame may be on another stack. Compilers make no such rule: where the
- * frame pointer is saved at itself, they base the CFA on something else.
- */
-static __always_inline int row_switches_stack(__u64 row)
-{
-	return row_kind(row) == UNWIND_BY_FP && row_frame_pointer(row) == UNWIND_FP_AT_FP;
+	return row >> UNWIND_FP_SHIFT & UNWIND_FP_MASK;
 }
 
 /* Returns the offset of the saved frame pointer, in words. */

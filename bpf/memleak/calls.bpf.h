@@ -107,7 +107,7 @@ static __always_inline int call_in_progress(struct pt_regs *ctx, __u64 call_sp, 
 	    stack_original_return_address(call_sp) != returns_to)
 		return 0;
 	return stack_comes_from(stack_return_address(ctx), stack_pointer_after_return(sp),
-				PT_REGS_FP(ctx), call_sp);
+				PT_REGS_FP(ctx), call_sp, returns_to);
 }
 
 /*

@@ -31,7 +31,8 @@ struct user_registers {
 	__u64 pc;
 	__u64 sp;
 	__u64 fp;
-	__u64 cs; /* the code segment, for user_registers_are_64_bit() */
+	__u64 link; /* return address in a register: 0 */
+	__u64 cs;   /* the code segment, for user_registers_are_64_bit() */
 };
 
 static __always_inline bool has_register_helpers(void)

@@ -8,9 +8,6 @@
 
 #include "memtools.bpf.h"
 
-/* The return address is in the word below the CFA. */
-#define RETURN_ADDRESS_BELOW_CFA 8
-
 /* Size of an entry of the PLT, in bytes. */
 #define PLT_ENTRY_BYTES 16
 
@@ -44,6 +41,12 @@ static __always_inline __u64 stack_return_address(struct pt_regs *ctx)
 
 	bpf_probe_read_user(&return_address, sizeof(return_address), (void *)sp);
 	return return_address;
+}
+
+/* Returns the return address at a probe that is in a register: on x86-64, none is. */
+static __always_inline __u64 stack_link(struct pt_regs *ctx)
+{
+	return 0;
 }
 
 /*
