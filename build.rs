@@ -68,6 +68,7 @@ struct Clang {
     /// What `clang --version` prints: another compiler makes other objects.
     version: String,
     args: Vec<String>,
+    is_arm64: bool,
 }
 
 /// Returns the name of the object that `source` is compiled into.
@@ -205,13 +206,19 @@ impl Clang {
             program,
             version: String::from_utf8_lossy(&printed.stdout).into_owned(),
             args,
+            is_arm64: arch == "aarch64",
         })
     }
 
     /// Compiles one source file into one object, and lists the files that it was made from in `inputs`.
     fn compile(&self, source: &Path, name: &str, object: &Path, inputs: &Path) -> Result<()> {
-        // memleak's programs use compare-and-exchange, which needs version 3 of the BPF instruction set.
-        let cpu = if name == "memleak" { "v3" } else { "v2" };
+        // memleak's programs use compare-and-exchange, which needs version 3 of the BPF instruction set. On arm64 all
+        // programs with stacks use atomic operations that order others (arch_order.bpf.h).
+        let cpu = if name == "memleak" || self.is_arm64 {
+            "v3"
+        } else {
+            "v2"
+        };
         let mut args = self.args.clone();
         args.push(format!("-mcpu={cpu}"));
         args.extend([

@@ -42,7 +42,7 @@
 //!
 //! How to add a tool is in CONTRIBUTING.md.
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 compile_error!(
     "this architecture is not supported: CONTRIBUTING.md, \"Add an architecture\", lists the files that it lacks"
 );

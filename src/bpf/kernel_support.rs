@@ -12,6 +12,7 @@ use nix::mount::{MsFlags, mount};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::utsname::uname;
 
+use crate::bpf::arch;
 use crate::bpf::btf::Types;
 use crate::host::capabilities::{self, Capability};
 
@@ -36,7 +37,7 @@ pub fn preflight() -> Result<()> {
              as distributions have built it since 2020, and /sys mounted"
         );
     }
-    Ok(())
+    arch::check_kernel()
 }
 
 /// Checks that uprobes can be opened, which tools on user functions need.

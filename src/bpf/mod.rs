@@ -2,6 +2,7 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | `arch` | what BPF programs need of the kernel on one architecture |
 //! | [`kernel_support`] | what this kernel supports and this user may do, with the remedy for what is missing |
 //! | [`kernel_differences`] | names of hooks and structs by kernel version: documentation only |
 //! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
@@ -23,6 +24,9 @@
 //! | `test_run` | BPF programs that user space runs itself |
 //! | [`program_stats`] | how often the kernel has skipped BPF programs |
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+mod arch;
 pub mod attach;
 pub(crate) mod btf;
 pub mod btf_subset;

@@ -14,6 +14,7 @@ use object::elf;
 use crate::code::elf::CodeSegment;
 use crate::code::elf_file::Elf;
 use crate::code::limits::{self, Deadline};
+use crate::code::registers::VENDOR;
 
 /// Bytes of a section.
 pub(crate) type Slice<'a> = EndianSlice<'a, LittleEndian>;
@@ -75,6 +76,7 @@ impl<'a> Functions<'a> {
     pub(crate) fn new(frames: &'a [u8], bases: &'a BaseAddresses) -> Self {
         let mut section = EhFrame::new(frames, LittleEndian);
         section.set_address_size(8);
+        section.set_vendor(VENDOR);
         Self {
             section,
             bytes: frames.len(),

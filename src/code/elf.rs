@@ -205,7 +205,7 @@ impl CodeSegment {
     }
 
     /// Returns the offset in the file of the byte at an address of the segment.
-    pub(crate) fn file_offset_of(&self, address: u64) -> u64 {
+    pub fn file_offset_of(&self, address: u64) -> u64 {
         self.file_offset + (address - self.address)
     }
 

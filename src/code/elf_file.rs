@@ -322,6 +322,9 @@ impl<'a> Elf<'a> {
 
     /// Returns the functions that the dynamic linker finds for the file, by the address of the pointer that the
     /// linker sets.
+    ///
+    /// # Errors
+    /// If the relocations or their symbols are inconsistent.
     pub(crate) fn imports(&self) -> Result<HashMap<u64, String>> {
         let mut imports = HashMap::new();
         let Some((symbols, names)) = self.symbol_table(raw::SHT_DYNSYM) else {

@@ -16,6 +16,7 @@
 //! | [`symbols`] | the function that an offset in a file is in |
 //! | [`wrappers`] | functions that only pass a call on to another one |
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64/mod.rs")]
 #[cfg_attr(target_arch = "x86_64", path = "x86_64/mod.rs")]
 mod arch;
 pub mod eh_frame;
@@ -24,7 +25,9 @@ pub mod elf_file;
 pub mod limits;
 pub mod lines;
 pub mod probe_point;
+pub mod pymalloc;
 mod symbol_copy;
 pub mod symbols;
+pub mod wrappers;
 
-pub use arch::{instruction, pymalloc, registers, wrappers};
+pub use arch::{instruction, registers};

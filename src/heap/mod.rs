@@ -30,6 +30,7 @@
 //! | [`runtimes`] | runtimes with heaps of their own: V8, the JVM, Go
 //! | [`growth`] | the blocks that grow in number over several images |
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
 mod arch;
 pub mod area;

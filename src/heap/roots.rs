@@ -7,20 +7,9 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::heap::arch::RED_ZONE;
+use crate::heap::arch::{self, RED_ZONE};
 use crate::heap::blocks::{self, Heap};
 use crate::heap::image::{Image, Thread};
-use crate::heap::page_index::PAGE;
-
-/// Largest distance from the end of a thread's stack down to its control block, in glibc.
-const CONTROL_BLOCK_WITHIN: u64 = 16 << 10;
-/// Bytes of the control block that stay in use after its thread has ended. The pointer to the table of thread-local
-/// storage is among them, and the next thread uses that table again.
-const KEPT_OF_CONTROL_BLOCK: u64 = 64;
-/// Size of glibc's `struct pthread`, which begins with the control block, rounded up.
-const PTHREAD_BYTES: u64 = 0x900;
-/// Largest number of modules with thread-local storage that are considered for a thread.
-const MODULES: u64 = 4096;
 
 /// Word outside of blocks that may refer to a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -174,8 +163,7 @@ fn has_guard(image: &Image, address: u64) -> bool {
 }
 
 /// Returns the stacks that glibc keeps, mapped, for later threads. Their words, the thread-specific ones included,
-/// are those of a thread that has ended. Each still has its control block, which begins with its own address and has
-/// this address again 16 bytes on.
+/// are those of a thread that has ended. Each still has its control block.
 fn ended_stacks(image: &Image) -> Vec<Range<u64>> {
     let mut ended = Vec::new();
     for area in &image.areas {
@@ -194,18 +182,7 @@ fn ended_stacks(image: &Image) -> Vec<Range<u64>> {
         {
             continue;
         }
-        let last = range
-            .end
-            .saturating_sub(CONTROL_BLOCK_WITHIN)
-            .max(range.start)..range.end;
-        let control = image
-            .words(last)
-            .find(|&(address, word)| address == word && image.word(address + 16) == Some(address));
-        if let Some((control, _)) = control {
-            let end = (control + PTHREAD_BYTES).next_multiple_of(PAGE);
-            ended.push(range.start..control);
-            ended.push(control + KEPT_OF_CONTROL_BLOCK..end.min(range.end));
-        }
+        ended.extend(arch::unused_of_ended(image, range));
     }
     ended
 }
@@ -257,7 +234,7 @@ fn place_of_thread(image: &Image, address: u64) -> Option<RootPlace> {
     let area = image.area(address)?;
     let from = |base: u64| address.wrapping_sub(base).cast_signed();
     let of = |thread: &&Thread| {
-        let own = own_storage(image, thread);
+        let own = arch::own_storage(image, thread);
         own.is_some_and(|own| own.contains(&address))
     };
     if let Some(thread) = image.threads.iter().find(of) {
@@ -277,33 +254,6 @@ fn place_of_thread(image: &Image, address: u64) -> Option<RootPlace> {
             tid: thread.tid,
             offset: from(thread.stack_pointer),
         })
-}
-
-/// Returns a thread's own storage: from the lowest block of its modules' static storage, which are below its control
-/// block, to the end of the control block. The control block's second word points at the table of these blocks (dtv).
-/// glibc's table has pairs of a block and what is to be freed of it, with their number two words before. musl's
-/// table, which is at the beginning of the storage, has their number and then the blocks. Modules that are loaded
-/// later into the space that glibc's loader has spare below are not in the table.
-fn own_storage(image: &Image, thread: &Thread) -> Option<Range<u64>> {
-    let control = thread.thread_pointer;
-    let area = image
-        .area(control)
-        .filter(|area| area.is_private_anonymous())?;
-    let below = area.mapping.range.start..control;
-    let end = control.saturating_add(PTHREAD_BYTES);
-    let Some(table) = image.word(control.saturating_add(8)) else {
-        return Some(control..end);
-    };
-    let word = |at: u64| image.word(table.saturating_add(at)).unwrap_or_default();
-    if below.contains(&table) && word(0) < MODULES && (table..control).contains(&word(8)) {
-        return Some(table..end);
-    }
-    let modules = image.word(table.saturating_sub(16)).unwrap_or_default();
-    let blocks =
-        (1..=modules.min(MODULES)).map(|module| (word(16 * module), word(16 * module + 8)));
-    let fixed = blocks.filter(|&(block, freed)| freed == 0 && below.contains(&block));
-    let start = fixed.map(|(block, _)| block).min().unwrap_or(control);
-    Some(start..end)
 }
 
 /// Returns the place in a module's data, if a file is mapped at the address, or memory without a file that touches a

@@ -4,7 +4,6 @@
 //! sequences into them.
 
 use std::borrow::Cow;
-use std::ffi::c_char;
 use std::fmt::Write;
 
 use icu_properties::props::{DefaultIgnorableCodePoint, GeneralCategory, GeneralCategoryGroup};
@@ -76,7 +75,7 @@ pub fn escape_bytes(name: &[u8]) -> String {
 }
 
 /// Returns the text up to the first NUL of a C string's array, escaped.
-pub fn from_c(array: &[c_char]) -> String {
+pub fn from_c(array: &[i8]) -> String {
     let bytes: Vec<u8> = array
         .iter()
         .map(|&c| c.cast_unsigned())
@@ -262,7 +261,7 @@ mod tests {
     #[test]
     fn a_c_string_ends_at_its_nul() {
         let comm = *b"sh\0garbage";
-        assert_eq!(from_c(&comm.map(|b| b as c_char)), "sh");
-        assert_eq!(from_c(&b"full".map(|b| b as c_char)), "full");
+        assert_eq!(from_c(&comm.map(|b| b as i8)), "sh");
+        assert_eq!(from_c(&b"full".map(|b| b as i8)), "full");
     }
 }

@@ -1,7 +1,6 @@
 //! Origin of an event: its time and its thread.
 
 use std::borrow::Cow;
-use std::ffi::c_char;
 
 use jiff::Zoned;
 use serde::Serialize;
@@ -34,7 +33,7 @@ impl Origin {
     pub fn new(
         time: Zoned,
         (pid, tid): (u32, u32),
-        comm: &[c_char],
+        comm: &[i8],
         cgroup_info: Option<CgroupInfo>,
     ) -> Self {
         Self {

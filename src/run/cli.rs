@@ -33,7 +33,7 @@ use crate::print::message;
 use crate::print::output::{Format, Output, ReaderStalled, StopSignals};
 use crate::process::inherited;
 use crate::run::poll::Poller;
-use crate::run::{complete, help};
+use crate::run::{arch, complete, help};
 use crate::stacks::source_lines;
 use crate::stacks::table::MAX_DEPTH;
 
@@ -83,7 +83,7 @@ pub fn main_with<A: Parser>(moved: &[Moved], run: impl FnOnce(A) -> Result<ExitC
     };
     inherited::save_and_override();
     set_mmap_threshold();
-    let outcome = run(args);
+    let outcome = arch::check_machine().and_then(|()| run(args));
     // A tool that could not be started has left its kretprobes.
     kretprobe::remove();
     match outcome {

@@ -2,6 +2,7 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | `arch` | what one architecture needs: system calls, a check of the machine |
 //! | [`cli`] | running a tool: arguments, exit status, errors |
 //! | `complete` | completion in shells |
 //! | `help` | `-h` and `--help` |
@@ -19,6 +20,9 @@
 //! | [`priority`] | a tool's priority, above what it traces |
 //! | [`protect`] | protection of a tool when memory runs out |
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+mod arch;
 pub mod cli;
 mod complete;
 pub mod count_stacks;

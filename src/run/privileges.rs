@@ -1,8 +1,5 @@
 //! The tool's own privileges.
 
-#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
-mod arch;
-
 use std::env;
 use std::path::Path;
 
@@ -15,9 +12,8 @@ use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use crate::host::capabilities::{self, Capability};
 use crate::host::mounts::Mounts;
 use crate::print::file_name;
+use crate::run::arch::OPENING_CALLS;
 use crate::run::target::TargetArgs;
-
-use arch::OPENING_CALLS;
 
 /// Capabilities that tracing takes, from loading the programs to the last report.
 const KEPT: [Capability; 12] = [

@@ -1,5 +1,6 @@
 //! Protections and flags of mmap(2) and mremap(2).
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
 mod arch;
 
@@ -77,7 +78,10 @@ impl Bits {
     /// Returns the names of all flags. Bits without a name are returned as a number.
     fn names(self) -> Vec<String> {
         match self {
-            Self::Prot(prot) => by_name(prot, &PROT),
+            Self::Prot(prot) => {
+                let table: Vec<(u64, &str)> = PROT.into_iter().chain(arch::PROT).collect();
+                by_name(prot, &table)
+            }
             Self::Map(flags) => map_names(flags),
             Self::Mremap(flags) => by_name(flags, &MREMAP),
         }

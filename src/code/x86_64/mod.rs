@@ -7,14 +7,14 @@
 //! | `register_contents` | contents of registers while these instructions are executed |
 //! | [`instruction`] | the instruction at a place in a file |
 //! | `jumps` | targets of jumps |
-//! | [`pymalloc`] | where CPython's allocator takes slots of its pools, and gives them back |
+//! | `pymalloc` | where CPython's allocator takes slots of its pools, and gives them back |
 //! | [`registers`] | the machine in ELF files, and its registers in unwind information |
-//! | [`wrappers`] | functions that only pass a call on to another one |
+//! | `wrappers` | functions that only pass a call on to another one |
 
 pub(super) mod entry;
 pub mod instruction;
 pub(super) mod jumps;
-pub mod pymalloc;
+pub(super) mod pymalloc;
 pub(super) mod register_contents;
 pub mod registers;
-pub mod wrappers;
+pub(super) mod wrappers;

@@ -1,7 +1,7 @@
 //! The machine's name and its number in ELF files, its registers by the numbers that unwind information has for them,
 //! and the rule that linkers make for its PLT.
 
-use gimli::{Register, X86_64};
+use gimli::{Register, Vendor, X86_64};
 use object::elf;
 
 /// The machine's name, for messages.
@@ -13,6 +13,9 @@ pub(crate) const C_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";
 
 /// The number of x86-64 in the header of an ELF file.
 pub(crate) const MACHINE: u16 = elf::EM_X86_64.0;
+
+/// The vendor whose extensions unwind information has: none.
+pub(crate) const VENDOR: Vendor = Vendor::Default;
 
 /// The stack pointer, rsp.
 pub(crate) const STACK_POINTER: Register = X86_64::RSP;
@@ -26,9 +29,6 @@ pub(crate) const STAND_INS: [Register; 3] = [X86_64::RBX, X86_64::R10, X86_64::R
 
 /// The return address, which unwind information treats as a register.
 pub(crate) const RETURN_ADDRESS: Register = X86_64::RA;
-
-/// Place of the return address, in bytes from the canonical frame address. A call has pushed it.
-pub(crate) const RETURN_ADDRESS_AT: i64 = -8;
 
 /// Decodes the expression for the CFA of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8. Returns `byte`: the offset, in an
 /// entry, behind the push.

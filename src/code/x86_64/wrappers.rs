@@ -1,9 +1,4 @@
-//! Functions that only pass a call on to another one.
-//!
-//! C++'s `operator new` in libstdc++ returns what `malloc` returned; mimalloc's `mi_free_size` jumps to its
-//! `mi_free`. Where the other function is probed, a probe on such a wrapper tells nothing more and costs as much
-//! again. But an `operator new` with an allocator of its own inside has to be probed. The code tells which is which:
-//! all paths through a function are followed, and each has to go through the other function.
+//! Calls in the x86-64 code of a file, which are followed to find [wrappers](crate::code::wrappers).
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -22,6 +17,7 @@ use super::instruction::LONGEST;
 use super::register_contents::{RegisterContents, writes};
 use crate::code::elf::{self, CodeSegment, Function};
 use crate::code::elf_file::Elf;
+use crate::code::wrappers::{Callee, Forwarded, Forwarding};
 
 /// Instructions at most that are followed in one function. A function that only passes a call on is short.
 const MAX_INSTRUCTIONS: usize = 512;
@@ -36,35 +32,6 @@ const NO_RETURN: [&str; 5] = [
     "__stack_chk_fail",
     "abort",
 ];
-
-/// A function that another one calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Callee<'a> {
-    /// A function of the same file, by the offset of its first byte in the file.
-    Own(u64),
-    /// A function that the dynamic linker finds by this name.
-    Import(&'a str),
-}
-
-/// Part of a call that a function passes on unchanged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Forwarded {
-    /// The result, as `operator new` does.
-    Result,
-    /// The arguments, as `operator delete` does.
-    Arguments,
-}
-
-/// Whether a function passes its calls on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Forwarding {
-    /// The function does not call the other one, as far as the code tells.
-    Never,
-    /// The function calls the other one on some paths, and returns without a call on others.
-    Sometimes,
-    /// The function calls the other one on every path to its return.
-    Always,
-}
 
 /// The code of a file, for following calls in it.
 pub struct Calls {

@@ -246,7 +246,7 @@ fn exit_reason(pid: u32, tid: u32) -> ExitReason {
     if code & 0x7f == libc::SIGKILL as u64 {
         return ExitReason::Killed;
     }
-    let general = stop::register_set(tid, libc::NT_PRSTATUS);
+    let general = stop::general_registers(tid);
     let call = general.and_then(|words| words.get(SYSTEM_CALL).copied());
     if call == Some(libc::SYS_exit as u64) && is_thread(pid, tid) {
         ExitReason::ThreadExit

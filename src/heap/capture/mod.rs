@@ -8,6 +8,7 @@
 //! marks pages that are written later (`soft_dirty`). A command can instead be held at its exit, and be copied there
 //! ([`at_exit`]).
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
 mod arch;
 pub mod at_exit;

@@ -14,8 +14,8 @@ use anyhow::{Result, bail};
 
 use super::bound::{Overrun, Pause, Step};
 use super::crew::Late;
-use crate::heap::arch::VECTOR_SET;
-use crate::heap::image::{GENERAL_REGISTERS, Thread};
+use crate::heap::arch::{self, STRUCT_WORDS, VECTOR_SET};
+use crate::heap::image::Thread;
 use crate::host::capabilities::{self, Capability};
 use crate::print::text;
 use crate::process::proc::{self, Stat};
@@ -301,7 +301,7 @@ impl Stopped {
             if number % AT_ONCE == 0 && self.pause.is_over() {
                 return Err(Late::at(number as u64, self.count() as u64));
             }
-            let Some(general) = register_set(tid, libc::NT_PRSTATUS) else {
+            let Some(general) = general_registers(tid) else {
                 continue;
             };
             let vector = register_set(tid, VECTOR_SET).unwrap_or_default();
@@ -369,8 +369,15 @@ fn poll_state(tid: u32) -> State {
     }
 }
 
-/// Reads the words of a register set of a thread. Returns None if the kernel has no such set.
-pub(super) fn register_set(tid: u32, set: i32) -> Option<Vec<u64>> {
+/// Reads the general registers of a stopped thread, in the order of
+/// [`GENERAL_REGISTERS`](crate::heap::image::GENERAL_REGISTERS).
+pub(super) fn general_registers(tid: u32) -> Option<Vec<u64>> {
+    arch::general_registers(|set| register_set(tid, set))
+}
+
+/// Reads the words of a register set of a thread, the last of which may lack bytes. Returns None if the kernel has no
+/// such set.
+fn register_set(tid: u32, set: i32) -> Option<Vec<u64>> {
     let mut words = [0_u64; SET_BYTES / 8];
     let mut place = libc::iovec {
         iov_base: words.as_mut_ptr().cast(),
@@ -385,7 +392,7 @@ pub(super) fn register_set(tid: u32, set: i32) -> Option<Vec<u64>> {
             &raw mut place,
         )
     };
-    (done == 0).then(|| words[..place.iov_len / 8].to_vec())
+    (done == 0).then(|| words[..place.iov_len.div_ceil(8)].to_vec())
 }
 
 /// Makes a ptrace(2) request that takes no pointer.
@@ -450,4 +457,4 @@ pub(super) fn why_not_seized(pid: u32, tid: u32, error: &io::Error) -> String {
 }
 
 // Each register is one word, and has a name in `GENERAL_REGISTERS`.
-const _: () = assert!(mem::size_of::<libc::user_regs_struct>() == 8 * GENERAL_REGISTERS.len());
+const _: () = assert!(mem::size_of::<libc::user_regs_struct>() == 8 * STRUCT_WORDS);

@@ -10,6 +10,7 @@
 //! Before memleak judges any page, it finds pages of its own by the same means. At the end it checks how many of
 //! these have lost their marks. Pages whose use is not certain count as used.
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
 mod arch;
 mod kernel_tables;

@@ -3,6 +3,7 @@
 use anyhow::Result;
 use libbpf_rs::MapHandle;
 
+use super::arch;
 use super::code_heaps;
 use super::machine::Machine;
 use super::names::JavaNames;
@@ -90,6 +91,9 @@ fn locate(pid: u32, files: &mut Files) -> Result<Located<Machine>> {
         pid,
         |may_hold| may_hold.hotspot,
         |file, mapping, _| {
+            if let Some(why) = arch::UNSUPPORTED {
+                return Ok(Inspection::Holds(Located::Unsupported(why.to_owned())));
+            }
             let Some((memory, structs)) = structs(pid, mapping, &file)? else {
                 return Ok(Inspection::NotRelocated);
             };

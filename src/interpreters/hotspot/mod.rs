@@ -6,6 +6,7 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | `arch` | what is known of the frames on one architecture |
 //! | `perf_map_request` | the perf map that HotSpot writes on request |
 //! | `vm_structs` | the layout of HotSpot's classes: offsets, sizes, and addresses of static fields |
 //! | `code_heaps` | the heaps of generated code, and the descriptions of their blocks |
@@ -17,6 +18,9 @@
 //! | `numbers` | the encoding of HotSpot's numbers |
 //! | [`names`] | cache of the names that were read, by process |
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+mod arch;
 mod code_heaps;
 pub(crate) mod hotspots;
 mod inlined;

@@ -180,6 +180,9 @@ impl Interpreter {
         let Some(offsets) = offsets::of(minor) else {
             return unknown(format!("of version 3.{minor}, and 3.10 to 3.15 are known"));
         };
+        if let Some(why) = arch::unsupported(minor) {
+            return unknown(format!("of version 3.{minor}, {why}"));
+        }
         if minor >= 13 {
             if self.memory.word(self.runtime.wrapping_add(16))? != 0 {
                 return unknown("of a free-threaded build".to_owned());
@@ -202,6 +205,9 @@ impl Interpreter {
         match self.state_at(&offsets)? {
             State::At(at) => process.state_at = at,
             State::Among { values, key } => {
+                if let Some(why) = arch::MUSL_UNSUPPORTED {
+                    return unknown(why.to_owned());
+                }
                 process.state_at = values;
                 process.value = key as u8 + 1;
             }

@@ -15,6 +15,7 @@
 //! | `offsets` | offsets in CPython's structs, by version |
 //! | `pythons` | the processes whose Python frames the BPF side walks |
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
 mod arch;
 pub mod code;

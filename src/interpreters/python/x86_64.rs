@@ -17,6 +17,14 @@ pub(super) fn key_offset(minor: u8) -> Option<u64> {
     }
 }
 
+/// Reason why no frames are shown of a supported version 3.`minor`: none.
+pub(super) fn unsupported(_minor: u8) -> Option<&'static str> {
+    None
+}
+
+/// Reason why no frames are shown of processes with musl: none.
+pub(super) const MUSL_UNSUPPORTED: Option<&str> = None;
+
 /// Returns the offset from the thread pointer of the first thread-local variable that code loads.
 pub(super) fn first_thread_local(code: &[u8]) -> Option<i64> {
     const LOAD: &[u8] = b"\x64\x48\x8b\x04\x25"; // mov %fs:offset, %rax

@@ -4,6 +4,9 @@
 //! frame pointer and the return address are stored for each range of addresses. `bpf/include/unwind_row.bpf.h` has the
 //! format. A rule that no row can hold becomes a row that says so.
 
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+mod arch;
 mod builder;
 
 use std::fs::File;
@@ -14,7 +17,7 @@ use builder::{Builder, word};
 use gimli::{BaseAddresses, UnwindContext, UnwindExpression};
 use object::elf as raw;
 
-use crate::bpf::types::{self, unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+use crate::bpf::types::{self, unwind_kind as Kind};
 use crate::code::eh_frame::{
     CHECK_EVERY, Fde, Functions, MAX_ADDRESS, Slice, code_segments, eh_frame,
 };
@@ -77,8 +80,10 @@ impl Rules {
             .set_text(text);
         let addresses: Vec<_> = code.iter().map(CodeSegment::range).collect();
         let mut rows = rows(&frames, &bases, &addresses, file.deadline)?;
-        for function in switches_to_c(&file)? {
-            add_switch(&mut rows, function);
+        if let Some(rule) = arch::go_switch() {
+            for function in switches_to_c(&file)? {
+                add_switch(&mut rows, function, rule);
+            }
         }
         Ok(Self { rows, segments })
     }
@@ -211,13 +216,8 @@ fn switches_to_c(file: &Elf<'_>) -> Result<Vec<Range<u64>>> {
 
 /// Adds the rule that a function's caller is found by the frame pointer, on whatever stack, to rows that have no rule
 /// for the function.
-fn add_switch(rows: &mut Vec<u64>, function: Range<u64>) {
+fn add_switch(rows: &mut Vec<u64>, function: Range<u64>, by_fp: u32) {
     let none = word(Kind::UNWIND_NO_RULE, 0, None);
-    let by_fp = word(
-        Kind::UNWIND_BY_FP,
-        2,
-        Some((FramePointer::UNWIND_FP_AT_FP, 0)),
-    );
     let at = rows.partition_point(|&row| address_of(row) <= function.start);
     let before = at.checked_sub(1).and_then(|before| rows.get(before));
     let is_free = before.is_none_or(|&row| row as u32 == none)
@@ -291,15 +291,11 @@ mod tests {
         let none = word(Kind::UNWIND_NO_RULE, 0, None);
         let other = word(Kind::UNWIND_BY_SP, 1, None);
         let row = |address: u64, rule: u32| address << 32 | u64::from(rule);
-        let switch = word(
-            Kind::UNWIND_BY_FP,
-            2,
-            Some((FramePointer::UNWIND_FP_AT_FP, 0)),
-        );
+        let switch = word(Kind::UNWIND_BY_FP, 2, None);
         let rows = vec![row(0x100, other), row(0x200, none), row(0x900, other)];
         let with = |function: Range<u64>| {
             let mut rows = rows.clone();
-            add_switch(&mut rows, function);
+            add_switch(&mut rows, function, switch);
             rows
         };
         let inserted = [row(0x300, switch), row(0x340, none)];

@@ -2,16 +2,14 @@
 
 use gimli::{BaseAddresses, CfaRule, EhFrame, Operation, Register, RegisterRule, UnwindContext};
 
-use super::{Expression, Fde, Slice, address_of};
+use super::{Expression, Fde, Slice, address_of, arch};
 use crate::bpf::types::{
     unwind_frame_pointer as FramePointer, unwind_kind as Kind, unwind_row_layout as Layout,
 };
-use crate::code::registers::{
-    self, FRAME_POINTER, RETURN_ADDRESS, RETURN_ADDRESS_AT, STACK_POINTER, STAND_INS,
-};
+use crate::code::registers::{self, FRAME_POINTER, RETURN_ADDRESS, STACK_POINTER, STAND_INS};
 
-/// Rule for the caller's frame pointer: it is still in its register.
-const KEPT: (FramePointer, i8) = (FramePointer::UNWIND_FP_KEPT, 0);
+/// Rule for the registers that a row is about: they are as in the caller.
+pub(super) const KEPT: (FramePointer, i8) = (FramePointer::UNWIND_FP_KEPT, 0);
 
 /// Rows that are being built.
 pub(super) struct Builder<'a> {
@@ -80,12 +78,11 @@ impl<'a> Builder<'a> {
         [fp, return_address]: &[Option<RegisterRule<usize>>; 2],
     ) -> u32 {
         let strange = word(Kind::UNWIND_STRANGE, 0, None);
-        match return_address {
-            Some(RegisterRule::Offset(RETURN_ADDRESS_AT)) => {}
-            Some(RegisterRule::Undefined) => return word(Kind::UNWIND_ROOT, 0, None),
-            _ => return strange,
+        if let Some(RegisterRule::Undefined) = return_address {
+            return word(Kind::UNWIND_ROOT, 0, None);
         }
-        let Some(fp) = self.frame_pointer(function, fp.as_ref()) else {
+        let saved = (fp.as_ref(), return_address.as_ref());
+        let Some(fp) = arch::saved(self, function, cfa, saved) else {
             return strange;
         };
         let (kind, offset, fp) = match *cfa {
@@ -112,29 +109,6 @@ impl<'a> Builder<'a> {
             CfaRule::RegisterAndOffset { .. } => return strange,
         };
         offset.map_or(strange, |offset| word(kind, offset, Some(fp)))
-    }
-
-    /// Returns how the caller's frame pointer is found, with the offset in words. Returns None if the rule fits no row.
-    pub(super) fn frame_pointer(
-        &self,
-        function: &Fde<'a>,
-        rule: Option<&RegisterRule<usize>>,
-    ) -> Option<(FramePointer, i8)> {
-        Some(match rule {
-            // The frame pointer is a register that functions preserve.
-            None | Some(RegisterRule::SameValue) => KEPT,
-            Some(&RegisterRule::Offset(offset)) => {
-                (FramePointer::UNWIND_FP_AT_CFA, short_words(offset)?)
-            }
-            Some(RegisterRule::Expression(expression)) => {
-                let (base, offset, steps) = self.base_and_steps(function, expression)?;
-                if base != FRAME_POINTER || steps != Steps::None {
-                    return None;
-                }
-                (FramePointer::UNWIND_FP_AT_FP, short_words(offset)?)
-            }
-            _ => (FramePointer::UNWIND_FP_FORGOTTEN, 0),
-        })
     }
 
     /// Decodes the kinds of CFA expressions that compilers and linkers make.
@@ -213,7 +187,7 @@ pub(super) fn words(bytes: i64) -> Option<i64> {
 }
 
 /// Converts an offset to words. Returns None if eight bits cannot hold it.
-fn short_words(bytes: i64) -> Option<i8> {
+pub(super) fn short_words(bytes: i64) -> Option<i8> {
     i8::try_from(words(bytes)?).ok()
 }
 
