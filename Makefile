@@ -8,6 +8,7 @@
 #   make format    all source files as make lint wants them
 #   make test-host TEST=memleak::threads_exact      the end-to-end tests that match, on this kernel
 #   make test-vm KERNEL=6.1 TEST=memleak            the same on one of the five
+#   make test-vm ARCH=aarch64 KERNEL=6.12           the same in emulated arm64 machines
 #   make install   PREFIX=/usr/local DESTDIR= SUFFIX=   (SUFFIX=-mt where a distribution has the names already)
 #   make uninstall with the same
 #   make release   target/dist/bpf-memtools-VERSION-TARGET.tar.zst: binaries, man pages, completions, licences, SBOM
@@ -36,7 +37,7 @@ TEST    ?=
 
 TOOLS  := $(shell sed -n '/^\[\[bin\]\]/{n;s/^name = "\(.*\)"/\1/p}' Cargo.toml)
 HOST   := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
-TARGET ?= $(HOST)
+TARGET ?= $(if $(filter $(shell uname -m),$(ARCH)),$(HOST),$(ARCH)-unknown-linux-gnu)
 RUST   := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 VERSION := $(shell sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
 # `quick` is the profile of the inner loop and of the tests; binaries are in target/$(PROFILE).
@@ -157,7 +158,7 @@ test-host: deps
 
 test-vm: deps
 	@scripts/need $(TEST_PACKAGES)
-	scripts/test-vm "$(KERNEL)" $(FLAGS) -- $(TEST)
+	ARCH=$(firstword $(subst -, ,$(TARGET))) scripts/test-vm "$(KERNEL)" $(FLAGS) -- $(TEST)
 
 SHARE = $(DESTDIR)$(PREFIX)/share
 BASH  = $(SHARE)/bash-completion/completions

@@ -3,6 +3,9 @@
 //! A workload (tests/workload) is held until the tool under test says that it is ready, does work
 //! of a known size, and is held again until the tool has reported.
 
+#[cfg_attr(target_arch = "aarch64", path = "harness/aarch64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "harness/x86_64.rs")]
+pub(crate) mod arch;
 mod cgroup;
 mod folded;
 mod libraries;

@@ -144,8 +144,13 @@ fn main() -> ExitCode {
             eprintln!("e2e: {reason}; what needs it is ignored");
         }
     }
+    let every: Vec<Trial> = all().collect();
+    for (beginning, reason) in harness::arch::NOT_HERE {
+        let is_one = every.iter().any(|test| test.name().starts_with(beginning));
+        assert!(is_one, "no test is named {beginning} ({reason})");
+    }
     let listed = harness::listed();
-    let tests = all().filter(|test| {
+    let tests = every.into_iter().filter(|test| {
         listed
             .as_ref()
             .is_none_or(|listed| listed.contains(test.name()))

@@ -73,12 +73,13 @@ fn blocks_are_lost_or_held_as_the_program_made_them() -> Result<()> {
         let found = blocks(&rows, "leak", bytes);
         ensure!(found == (lost, via), "{bytes}: {found:?}: {rows:?}");
     }
+    let in_register = format!("register {} of thread ", harness::arch::HOLDING_REGISTER);
     for (bytes, holder) in [
         (6000, "memory "),
         (6104, "memory "),
         (6200, "thread-local storage of thread "),
         (6304, "stack of thread "),
-        (6408, "register r12 of thread "),
+        (6408, &*in_register),
         (7000, "global verdict`(anonymous namespace)::middle"),
         (7104, "global verdict`(anonymous namespace)::packed+0x1"),
         (7200, "global verdict`(anonymous namespace)::tagged"),
@@ -320,7 +321,8 @@ fn ten_million_blocks_are_judged_in_bounded_memory() -> Result<()> {
 
 /// Redis runs with the C library's malloc instead of jemalloc.
 fn a_database_under_load_has_no_leak() -> Result<()> {
-    expect_no_leak_of_redis(Some("/lib/x86_64-linux-gnu/libc.so.6"), "glibc malloc")
+    let libc = format!("{}/libc.so.6", harness::arch::LIBRARIES);
+    expect_no_leak_of_redis(Some(&libc), "glibc malloc")
 }
 
 /// Redis runs as Debian packages it.

@@ -148,7 +148,10 @@ fn threads_hold_what_they_have() -> Result<()> {
         "{held:?}"
     );
     ensure!(
-        of("hold_in_register(void*)", "register r12 of ") == 1,
+        of(
+            "hold_in_register(void*)",
+            &format!("register {} of ", harness::arch::HOLDING_REGISTER)
+        ) == 1,
         "{held:?}"
     );
     Ok(())

@@ -118,9 +118,7 @@ void *hold_in_register(void *)
 {
 	pthread_barrier_wait(&started);
 	void *own = calloc(1, 600);
-	asm volatile("mov %0, %%r12\n\tmov $0, %0\n"
-		     "1: mov $34, %%eax\n\tsyscall\n\tjmp 1b\n" ::"r"(own)
-		     : "r12", "rax", "rcx", "r11", "memory");
+	hold_in_one_register(own);
 	return nullptr;
 }
 

@@ -26,6 +26,12 @@
 #ifndef MAP_FIXED_NOREPLACE
 #define MAP_FIXED_NOREPLACE 0x100000
 #endif
+/* The lower 2 GB, where an architecture has a flag for them. */
+#ifdef MAP_32BIT
+#define MAP_LOW MAP_32BIT
+#else
+#define MAP_LOW 0
+#endif
 #define READ_WRITE (PROT_READ | PROT_WRITE)
 #define ANONYMOUS  (MAP_PRIVATE | MAP_ANONYMOUS)
 
@@ -109,7 +115,7 @@ static void one_call(const char *kind, unsigned long i, char *before, int fd)
 		map(NULL, HUGE_PAGE, READ_WRITE, ANONYMOUS | MAP_HUGETLB | 21 << MAP_HUGE_SHIFT, -1,
 		    0);
 	else if (!strcmp(kind, "locked"))
-		map(NULL, size_of(i), READ_WRITE, ANONYMOUS | MAP_LOCKED | MAP_32BIT, -1, 0);
+		map(NULL, size_of(i), READ_WRITE, ANONYMOUS | MAP_LOCKED | MAP_LOW, -1, 0);
 	else if (!strcmp(kind, "validate"))
 		map(NULL, size_of(i), PROT_READ, MAP_SHARED_VALIDATE, fd, i * PAGE);
 	else if (!strcmp(kind, "file"))

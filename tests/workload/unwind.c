@@ -259,6 +259,25 @@ static void leaf_nothing(void)
 /* Calls `what`. By its unwind information and its frame pointer, the function returns to
  * `address`. */
 void liar(void (*what)(void), const void *address);
+#ifdef __aarch64__
+__asm__(".text\n"
+	".type liar, %function\n"
+	"liar:\n"
+	".cfi_startproc\n"
+	"sub sp, sp, #48\n"
+	".cfi_def_cfa_offset 32\n"
+	".cfi_offset 29, -32\n"
+	".cfi_offset 30, -24\n"
+	"stp x29, x30, [sp, #32]\n"
+	"stp xzr, x1, [sp]\n"
+	"mov x29, sp\n"
+	"blr x0\n"
+	"ldp x29, x30, [sp, #32]\n"
+	"add sp, sp, #48\n"
+	"ret\n"
+	".cfi_endproc\n"
+	".size liar, . - liar\n");
+#else
 __asm__(".text\n"
 	".type liar, @function\n"
 	"liar:\n"
@@ -276,7 +295,15 @@ __asm__(".text\n"
 	"ret\n"
 	".cfi_endproc\n"
 	".size liar, . - liar\n");
+#endif
 
+#ifdef __aarch64__
+/* Only the kernel may have arm64 raise a signal after each instruction. */
+STEP static void step(void)
+{
+	die("user mode cannot step");
+}
+#else
 /* Symbols at the start and the end of the program's own code. */
 extern const char __executable_start, etext;
 
@@ -322,6 +349,7 @@ STEP static void step(void)
 	stepping = false;
 	KEEP(&kept);
 }
+#endif
 
 STEP static void call_plugin(const char *program)
 {
@@ -365,6 +393,39 @@ STEP static void be_looked_at(void)
  * present one. */
 void switch_stacks(void **from, void *to);
 extern const char fiber_end;
+#ifdef __aarch64__
+/* Words that a stack was left with: x19 to x30, and where to go on. */
+#define LEFT_WORDS 14
+#define LEFT_FP	   10
+#define LEFT_LINK  11
+#define LEFT_PC	   12
+__asm__(".text\n"
+	".type switch_stacks, %function\n"
+	"switch_stacks:\n"
+	"sub sp, sp, #112\n"
+	"stp x19, x20, [sp]\n"
+	"stp x21, x22, [sp, #16]\n"
+	"stp x23, x24, [sp, #32]\n"
+	"stp x25, x26, [sp, #48]\n"
+	"stp x27, x28, [sp, #64]\n"
+	"stp x29, x30, [sp, #80]\n"
+	"str x30, [sp, #96]\n"
+	"mov x9, sp\n"
+	"str x9, [x0]\n"
+	"mov sp, x1\n"
+	"ldp x19, x20, [sp]\n"
+	"ldp x21, x22, [sp, #16]\n"
+	"ldp x23, x24, [sp, #32]\n"
+	"ldp x25, x26, [sp, #48]\n"
+	"ldp x27, x28, [sp, #64]\n"
+	"ldp x29, x30, [sp, #80]\n"
+	"ldr x9, [sp, #96]\n"
+	"add sp, sp, #112\n"
+	"ret x9\n"
+	".size switch_stacks, . - switch_stacks\n"
+	"fiber_end:\n"
+	"brk #1\n");
+#else
 __asm__(".text\n"
 	".type switch_stacks, @function\n"
 	"switch_stacks:\n"
@@ -386,6 +447,7 @@ __asm__(".text\n"
 	".size switch_stacks, . - switch_stacks\n"
 	"fiber_end:\n"
 	"hlt\n");
+#endif
 
 static void *caller, *fiber;
 
@@ -399,12 +461,21 @@ static void run_fiber(void)
 STEP static void switch_to_fiber(void)
 {
 	static unsigned long memory[8192] __attribute__((aligned(16)));
+#ifdef __aarch64__
+	unsigned long *left = memory + 8192 - LEFT_WORDS;
+
+	left[LEFT_FP] = 1;
+	left[LEFT_LINK] = (unsigned long)&fiber_end;
+	left[LEFT_PC] = (unsigned long)run_fiber;
+	switch_stacks(&caller, left);
+#else
 	unsigned long *top = memory + 8192 - 3;
 
 	top[0] = (unsigned long)&fiber_end;
 	top[-1] = (unsigned long)run_fiber;
 	top[-2] = 1;
 	switch_stacks(&caller, top - 7);
+#endif
 	KEEP(&kept);
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// Folder of libraries on Debian and Ubuntu.
-pub(crate) const FOLDER: &str = "/usr/lib/x86_64-linux-gnu";
+pub(crate) const FOLDER: &str = super::arch::LIBRARIES;
 
 /// Returns the name of mimalloc's library: Debian has version 2 up to 13, and then version 3.
 pub(crate) fn mimalloc() -> &'static str {

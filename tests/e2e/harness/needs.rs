@@ -16,7 +16,7 @@ use anyhow::Result;
 use libbpf_rs::ProgramType;
 use libtest_mimic::{Completion, Failed, Trial};
 
-use crate::harness::{pythons, workload};
+use crate::harness::{arch, pythons, workload};
 
 /// Number of tests whose durations are printed at the end.
 pub(crate) const SLOWEST: usize = 20;
@@ -229,6 +229,10 @@ fn boxed_test(
 ) -> Trial {
     let own_name = name.to_owned();
     Trial::ignorable_test(name, move || {
+        let absent = arch::NOT_HERE.iter();
+        if let Some((_, reason)) = absent.rev().find(|(name, _)| own_name.starts_with(name)) {
+            return Ok(Completion::ignored_with(*reason));
+        }
         let unmet = needs.iter().find_map(|need| need.unmet_reason());
         if let Some(reason) = unmet {
             return Ok(Completion::ignored_with(reason));

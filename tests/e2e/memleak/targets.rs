@@ -235,7 +235,9 @@ fn a_32_bit_process_is_refused() -> Result<()> {
     let ended = harness::run("memleak", &["-p", &workload.pid()])?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
     ensure!(
-        ended.stderr.contains("is not an x86-64 program"),
+        ended
+            .stderr
+            .contains(&format!("is not an {} program", harness::arch::NAME)),
         "{ended:?}"
     );
     Ok(())

@@ -55,7 +55,7 @@ fn kinds_of_mappings() -> [(&'static str, Value, Value); 13] {
         (
             "locked",
             read_write.clone(),
-            anonymous(&["LOCKED", "32BIT"]),
+            anonymous(harness::arch::LOCKED),
         ),
         ("validate", read.clone(), json!(["SHARED_VALIDATE"])),
         (

@@ -50,7 +50,8 @@ fn a_page_fault() -> Result<()> {
     // Another fault of the program can be in the dynamic linker, where it saves registers to resolve a symbol.
     let (resolving, others): (Vec<_>, Vec<_>) =
         report.stacks.iter().partition(|entry| entry.truncated);
-    let because = "no unwind info: ld-linux-x86-64.so.2";
+    let loader = harness::arch::LOADER.rsplit('/').next().unwrap_or_default();
+    let because = format!("no unwind info: {loader}");
     let declared = resolving
         .iter()
         .all(|entry| entry.truncated_because == because);

@@ -164,7 +164,7 @@ fn a_root_of_its_own_whose_files_are_deleted() -> Result<()> {
         .filter(|path| path.contains(".so"))
         .map(PathBuf::from)
         .collect();
-    libraries.push("/lib64/ld-linux-x86-64.so.2".into());
+    libraries.push(harness::arch::LOADER.into());
     libraries.dedup();
 
     let root = harness::scratch()?;

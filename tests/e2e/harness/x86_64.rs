@@ -1,0 +1,19 @@
+//! What tests know of x86-64.
+
+/// Name of the architecture in messages.
+pub(crate) const NAME: &str = "x86-64";
+
+/// Folder of Debian's libraries.
+pub(crate) const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+
+/// Path of the dynamic linker.
+pub(crate) const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
+
+/// Register in which workloads hold an address (`hold_in_one_register()` in tests/workload/wipe.h).
+pub(crate) const HOLDING_REGISTER: &str = "r12";
+
+/// Names of the flags of mmap(2) that the workload `mmap locked` adds.
+pub(crate) const LOCKED: &[&str] = &["LOCKED", "32BIT"];
+
+/// Beginnings of the names of tests that cannot run on this architecture, each with the reason.
+pub(crate) const NOT_HERE: &[(&str, &str)] = &[];
