@@ -13,9 +13,14 @@
 /* The return address is in the word below the CFA. */
 #define RETURN_ADDRESS_BELOW_CFA 8
 
-/* Notes the return address of the innermost frame that is in a register: on x86-64, none is. */
+/*
+ * Notes the return address of the innermost frame that is in a register: on x86-64, none is. The
+ * barrier makes clang believe that the value is used: for an argument that a global function does
+ * not use, callers pass whatever is in the register, which the verifier refuses.
+ */
 static __always_inline void stack_set_link(struct stack_walk *walk, __u64 link)
 {
+	barrier_var(link);
 }
 
 /* As stack_set_link(), from the frame of a signal at `sp`. Returns 0 at the end of the walk. */
@@ -32,10 +37,11 @@ static __always_inline __u64 stack_base(struct stack_walk *walk, __u64 row)
 
 /*
  * Whether the return address that the walk has found at a call's place is that of the call:
- * stack_keeps_return_address() has compared it.
+ * stack_keeps_return_address() has compared it. For the barrier, see stack_set_link().
  */
 static __always_inline int stack_returns_from(struct stack_walk *walk, __u64 returns_to)
 {
+	barrier_var(returns_to);
 	return 1;
 }
 
