@@ -25,6 +25,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, setpgid};
 
+use crate::host::capabilities::Capability;
 use crate::run::privileges;
 
 /// Time between two looks at the children.
@@ -252,7 +253,8 @@ fn begin() -> Result<()> {
     let own = Pid::from_raw(0);
     setpgid(own, own).context("failed to leave the process group")?;
     prefer_for_kills();
-    privileges::keep_tracing_and(&[])
+    // As memleak, which may need it for uprobes.
+    privileges::keep_tracing_and(&[Capability::CAP_SYS_ADMIN])
 }
 
 /// Has the OOM killer choose the children rather than the agent. A score that cannot be raised stays as it is.

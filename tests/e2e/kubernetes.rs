@@ -231,10 +231,18 @@ fn daemon_set() -> Result<(String, PodSpec)> {
 
 /// Returns the debug file that suffices on this kernel: from 6.6 on, uprobes do not need CAP_SYS_ADMIN.
 fn debug_file() -> Result<&'static str> {
+    Ok(if uprobes_want_sys_admin()? {
+        DEBUG_SYS_ADMIN
+    } else {
+        DEBUG
+    })
+}
+
+/// Whether uprobes need CAP_SYS_ADMIN, as before 6.6.
+pub(crate) fn uprobes_want_sys_admin() -> Result<bool> {
     let types = fs::read("/sys/kernel/btf/vmlinux")?;
     let name = b"\0bpf_uprobe_multi_link\0";
-    let has_multi = types.windows(name.len()).any(|bytes| bytes == name);
-    Ok(if has_multi { DEBUG } else { DEBUG_SYS_ADMIN })
+    Ok(!types.windows(name.len()).any(|bytes| bytes == name))
 }
 
 /// Returns the root and the security context of containers that `kubectl debug` makes. Their volume `host-root`

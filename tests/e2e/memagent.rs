@@ -46,7 +46,7 @@ impl Agent {
         Self::start_with(config, |_| {})
     }
 
-    fn start_with(config: &str, change: impl FnOnce(&mut Command)) -> Result<Self> {
+    pub(crate) fn start_with(config: &str, change: impl FnOnce(&mut Command)) -> Result<Self> {
         let folder = harness::scratch()?;
         let file = folder.path().join("memagent.toml");
         let spool = folder.path().join("spool");

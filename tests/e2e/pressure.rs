@@ -30,10 +30,10 @@ impl Group {
     pub(crate) fn new(name: &str, limit_bytes: u64) -> Result<Self> {
         let controllers =
             fs::read_to_string(format!("{CGROUP2}/cgroup.controllers")).unwrap_or_default();
-        let (root, limit) = if controllers.split_whitespace().any(|name| name == "memory") {
-            (CGROUP2, "memory.max")
+        let root = if controllers.split_whitespace().any(|name| name == "memory") {
+            CGROUP2
         } else {
-            (CGROUP1, "memory.limit_in_bytes")
+            CGROUP1
         };
         if !Path::new(root).join("cgroup.procs").exists() {
             return Err(NotHere("no cgroups with a memory controller").into());
@@ -41,7 +41,7 @@ impl Group {
         let path = Path::new(root).join(name);
         make_alone(&path).map_err(cannot_make_cgroup)?;
         let group = Self { path };
-        group.set(limit, &limit_bytes.to_string())?;
+        group.set_limit(limit_bytes)?;
         Ok(group)
     }
 
@@ -70,6 +70,13 @@ impl Group {
     /// Writes one of the cgroup's files.
     pub(crate) fn set(&self, file: &str, value: &str) -> Result<()> {
         fs::write(self.path.join(file), value).with_context(|| format!("failed to set {file}"))
+    }
+
+    /// Changes the limit.
+    pub(crate) fn set_limit(&self, bytes: u64) -> Result<()> {
+        let files = ["memory.max", "memory.limit_in_bytes"];
+        let file = files.into_iter().find(|file| self.path.join(file).exists());
+        self.set(file.context("no limit")?, &bytes.to_string())
     }
 
     /// Permits no swap, where that can be set. (Version 1 counts swap only if the kernel was booted with that option.)

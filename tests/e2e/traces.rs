@@ -2,21 +2,26 @@
 //! and what a profile store gets, decoded by classes that OpenTelemetry publishes.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use anyhow::{Context, Result, ensure};
+use caps::{CapSet, Capability, CapsHashSet};
 use libtest_mimic::Trial;
+use memtools::host::capabilities;
+use nix::sys::prctl::set_no_new_privs;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
 use crate::harness::{self, Workload, eventually, workload};
+use crate::kubernetes;
 use crate::memagent::Agent;
 use crate::pressure::Group;
 
@@ -26,7 +31,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         what_memleak_cannot_trace_is_traced_by_faults,
         what_does_not_grow_is_not_traced,
         nothing_is_traced_by_default [Once],
-        profiles_are_pushed_until_the_store_takes_them,
+        what_costs_a_process_too_much_ends,
+        profiles_are_pushed_until_the_store_takes_them [Host],
+        check_names_the_store_that_is_away [Once],
         nothing_runs_on_without_the_agent,
     }
 }
@@ -38,10 +45,10 @@ fn traced(group: &str) -> String {
     format!("[trace]\nenabled = true\nfor = \"10s\"\nallow = [\"{group}\"]\n")
 }
 
-/// Starts a program that takes this many megabytes a second, up to `most`.
-fn grow(group: &Group, rate: &str, most: &str) -> Result<Workload> {
+/// Starts a program that takes so many megabytes a second, up to so many.
+fn grow(group: &Group, args: &[&str]) -> Result<Workload> {
     group.forbid_swap()?;
-    let mut grow = Workload::spawn(&mut group.command(&workload("grow"), &[rate, most]))?;
+    let mut grow = Workload::spawn(&mut group.command(&workload("grow"), args))?;
     grow.go()?;
     Ok(grow)
 }
@@ -79,7 +86,7 @@ fn hold_until_traced(agent: &mut Agent, grow: &Workload) -> Result<()> {
     agent.tool.wait_for_stderr(&said)?;
     signal(grow, Signal::SIGSTOP)?;
     eventually("memleak has written a profile", || {
-        let file = traces(agent).join(".tmp-trace-0.pb.gz");
+        let file = traces(agent).join(".tmp-trace-0/profile.pb.gz");
         Ok(file.exists())
     })
 }
@@ -127,12 +134,40 @@ fn changed_code(pid: &str) -> Result<usize> {
     Ok(changed)
 }
 
+/// Has a command run with the capabilities that the systemd unit for traces leaves, but without CAP_SYS_ADMIN where the
+/// unit says that it is not needed.
+fn limit_as_the_unit_does(command: &mut Command) -> Result<()> {
+    let unit = include_str!("../../packaging/memagent-trace.service");
+    let mut lines = unit.lines();
+    let bounding = lines.find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
+    let bounding = bounding.context("no capabilities")?.split(' ');
+    let mut kept: CapsHashSet = bounding.map(str::parse).collect::<Result<_, _>>()?;
+    if !kubernetes::uprobes_want_sys_admin()? && !capabilities::perf_events_want_sys_admin() {
+        kept.remove(&Capability::CAP_SYS_ADMIN);
+    }
+    let all = caps::runtime::thread_all_supported();
+    let dropped: Vec<Capability> = all.difference(&kept).copied().collect();
+    let limit = move || {
+        for capability in &dropped {
+            caps::drop(None, CapSet::Bounding, *capability).map_err(io::Error::other)?;
+        }
+        Ok(set_no_new_privs()?)
+    };
+    // SAFETY: system calls between fork and exec.
+    unsafe { command.pre_exec(limit) };
+    Ok(())
+}
+
 fn a_killed_process_was_traced_and_its_sibling_pays_nothing() -> Result<()> {
     let group = Group::new("memtools-agent-traced.service", LIMIT)?;
     let beside = Group::new("memtools-agent-beside", 16 * LIMIT)?;
-    let mut agent = Agent::start(&traced("memtools-agent-traced.service"))?;
-    let sibling = grow(&beside, "1", "1000")?;
-    let mut grown = grow(&group, "4", "1000")?;
+    let mut limited = Ok(());
+    let mut agent = Agent::start_with(&traced("memtools-agent-traced.service"), |command| {
+        limited = limit_as_the_unit_does(command);
+    })?;
+    limited?;
+    let sibling = grow(&beside, &["1", "1000"])?;
+    let mut grown = grow(&group, &["4", "1000"])?;
     hold_until_traced(&mut agent, &grown)?;
     let running = tools(&agent)?;
     let names: Vec<&str> = running.iter().map(|(_, name)| &**name).collect();
@@ -213,7 +248,7 @@ fn what_memleak_cannot_trace_is_traced_by_faults() -> Result<()> {
 /// A cgroup near its limit whose process does not grow any more when the agent starts.
 fn what_does_not_grow_is_not_traced() -> Result<()> {
     let group = Group::new("memtools-agent-still.service", LIMIT)?;
-    let grown = grow(&group, "40", "56")?;
+    let grown = grow(&group, &["40", "56"])?;
     let statm = format!("/proc/{}/statm", grown.pid());
     eventually("it has grown", || {
         let statm = fs::read_to_string(&statm)?;
@@ -246,6 +281,55 @@ fn nothing_is_traced_by_default() -> Result<()> {
     ensure!(children.is_empty(), "{children:?}");
     ensure!(agent.of("memagent_traced_processes", "", "")?.is_empty());
     ensure!(!traces(&agent).exists());
+    Ok(())
+}
+
+/// A program that allocates all the time, and whose probes would slow it down.
+fn what_costs_a_process_too_much_ends() -> Result<()> {
+    let group = Group::new("memtools-agent-cost.service", LIMIT)?;
+    let config = traced("memtools-agent-cost.service");
+    let mut agent = Agent::start(&config.replace("\"10s\"", "\"2m\""))?;
+    let grown = grow(&group, &["4", "1000", "20011"])?;
+    agent
+        .tool
+        .wait_for_stderr(&format!("grow (pid {}) grows in ", grown.pid()))?;
+    // The process is not to reach its limit while the trace begins.
+    signal(&grown, Signal::SIGSTOP)?;
+    group.set_limit(1000 * LIMIT)?;
+    signal(&grown, Signal::SIGCONT)?;
+    eventually("the trace has ended", || Ok(written(&agent)?.len() == 1))?;
+    let kept = written(&agent)?.pop().context("no trace")?;
+    let json: Value = serde_json::from_slice(&fs::read(kept.join("trace.json"))?)?;
+    ensure!(json["ended"] == "cost", "{json}");
+    ensure!(json["hits"].as_u64() > Some(20_011), "{json}");
+    let ended = agent.of("memagent_traces_total", "ended", "cost")?;
+    ensure!(ended == [1.0], "{ended:?}");
+    ensure!(tools(&agent)?.is_empty(), "a tool runs on");
+    let changed = changed_code(&grown.pid())?;
+    ensure!(changed == 0, "{changed} bytes of code were left changed");
+    Ok(())
+}
+
+/// A store that does not answer.
+fn check_names_the_store_that_is_away() -> Result<()> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let folder = harness::scratch()?;
+    let file = folder.path().join("x.toml");
+    let path = file.to_str().context("a name")?;
+    let config = format!(
+        "[trace]\nenabled = true\n[push]\nurl = \"http://127.0.0.1:{port}\"\n\
+         [spool]\nfolder = \"{}\"\n[metrics]\nlisten = \"0\"\n",
+        folder.path().join("spool").display()
+    );
+    fs::write(&file, config)?;
+    let checked = harness::run("memagent", &["--config", path, "--check"])?;
+    ensure!(checked.status.code() == Some(3), "{checked:?}");
+    for line in [
+        "ok    traces: of 2 processes at a time that grow, 10m an hour\n",
+        "less  push: io: Connection refused",
+    ] {
+        ensure!(checked.stdout.contains(line), "{checked:?}");
+    }
     Ok(())
 }
 
@@ -328,7 +412,7 @@ fn profiles_are_pushed_until_the_store_takes_them() -> Result<()> {
             token_file.display()
         );
         let mut agent = Agent::start(&config)?;
-        let mut grown = grow(&group, "4", "1000")?;
+        let mut grown = grow(&group, &["4", "1000"])?;
         hold_until_traced(&mut agent, &grown)?;
         signal(&grown, Signal::SIGCONT)?;
         // The process's end by its limit ends the trace.
@@ -492,7 +576,7 @@ else:
 fn nothing_runs_on_without_the_agent() -> Result<()> {
     let group = Group::new("memtools-agent-ends.service", LIMIT)?;
     let mut agent = Agent::start(&traced("memtools-agent-ends.service"))?;
-    let grown = grow(&group, "4", "1000")?;
+    let grown = grow(&group, &["4", "1000"])?;
     hold_until_traced(&mut agent, &grown)?;
     let (launcher, _) = children(agent.tool.pid())?.pop().context("no launcher")?;
     let (memleak, _) = tools(&agent)?.pop().context("no memleak")?;

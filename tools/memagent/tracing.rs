@@ -5,9 +5,9 @@
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
-use std::fs::{self, File};
+use std::fs::{self, DirBuilder, File};
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -57,13 +57,12 @@ const COUNTED: Duration = Duration::from_secs(60);
 const MEMLEAK: u8 = 0;
 const FAULTS: u8 = 1;
 /// Capabilities with which both trace processes of all users.
-const CAPABILITIES: [Capability; 6] = [
+const CAPABILITIES: [Capability; 5] = [
     Capability::CAP_BPF,
     Capability::CAP_PERFMON,
     Capability::CAP_SYS_PTRACE,
     Capability::CAP_DAC_READ_SEARCH,
     Capability::CAP_CHECKPOINT_RESTORE,
-    Capability::CAP_SYS_RESOURCE,
 ];
 /// Seconds between two reports of memleak, and maximum number of reports: ten minutes.
 const REPORTS: [&str; 2] = ["2", "300"];
@@ -83,17 +82,22 @@ fn arguments(what: u8, pid: u32, overhead: &str, profile: &Path) -> Option<Vec<S
     Some(words.into_iter().map(str::to_owned).collect())
 }
 
-/// File in the directory of traces that the child of a slot writes its profile to. The spool removes it at its next start,
+/// Folder in the directory of traces that the child of a slot writes into. The spool removes the folder at its next start,
 /// as it does with folders that are not whole.
+fn slot_folder(folder: &Path, slot: u8) -> PathBuf {
+    folder.join(format!(".tmp-trace-{slot}"))
+}
+
+/// File that the child of a slot writes its profile to.
 fn profile_file(folder: &Path, slot: u8) -> PathBuf {
-    folder.join(format!(".tmp-trace-{slot}.pb.gz"))
+    slot_folder(folder, slot).join("profile.pb.gz")
 }
 
 /// Names the capabilities that this process lacks for traces, with the remedy. None if it has all.
 pub(crate) fn lacking() -> Option<String> {
-    let lacking = CAPABILITIES
-        .into_iter()
-        .filter(|&one| !capabilities::has(one));
+    let of_debian = capabilities::perf_events_want_sys_admin().then_some(Capability::CAP_SYS_ADMIN);
+    let wanted = CAPABILITIES.into_iter().chain(of_debian);
+    let lacking = wanted.filter(|&one| !capabilities::has(one));
     let lacking: Vec<String> = lacking.map(|one| one.to_string()).collect();
     (!lacking.is_empty()).then(|| {
         format!(
@@ -114,7 +118,10 @@ pub(crate) fn launcher(trace: &Trace, folder: &Path) -> Result<Launcher> {
     Launcher::start(trace.processes, move |request: Request| {
         let tool = tools.get(usize::from(request.what))?;
         let profile = profile_file(&folder, request.slot);
-        let _ = fs::remove_file(&profile);
+        // What an earlier child has left, perhaps killed while it wrote. Without a folder, the child says so.
+        let of_slot = slot_folder(&folder, request.slot);
+        let _ = fs::remove_dir_all(&of_slot);
+        let _ = DirBuilder::new().mode(0o700).create(&of_slot);
         let mut command = Command::new(tool);
         command.args(arguments(request.what, request.pid, &overhead, &profile)?);
         Some(command)
@@ -439,9 +446,8 @@ impl Tracing {
             });
             return None;
         }
-        let file = profile_file(&self.folder, slot);
-        let profile = read_profile(&file);
-        let _ = fs::remove_file(&file);
+        let profile = read_profile(&profile_file(&self.folder, slot));
+        let _ = fs::remove_dir_all(slot_folder(&self.folder, slot));
         let end = match (&profile, running.stopped, success) {
             (Err(_), ..) | (Ok(_), None, false) => End::Failed,
             (Ok(_), Some(end), _) => end,
@@ -654,7 +660,7 @@ mod tests {
                 assert_eq!(count(file_wide), 0, "{tool}: {words:?}");
             }
             assert_eq!(words.iter().filter(|word| word.contains("4711")).count(), 1);
-            assert!(words.contains(&"/spool/traces/.tmp-trace-1.pb.gz".to_owned()));
+            assert!(words.contains(&"/spool/traces/.tmp-trace-1/profile.pb.gz".to_owned()));
         }
         assert_eq!(arguments(2, 4711, "2%", Path::new("/x")), None);
     }
@@ -712,6 +718,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a directory");
         let file = profile_file(folder.path(), 0);
         assert!(read_profile(&file).is_err());
+        fs::create_dir(slot_folder(folder.path(), 0)).expect("a directory");
         fs::write(&file, b"profile").expect("a file");
         assert_eq!(read_profile(&file).expect("a profile"), b"profile");
         fs::write(
@@ -721,6 +728,7 @@ mod tests {
         .expect("a file");
         let error = format!("{:#}", read_profile(&file).expect_err("too large"));
         assert!(error.contains("larger than 4 MiB"), "{error}");
+        fs::create_dir(slot_folder(folder.path(), 1)).expect("a directory");
         let link = profile_file(folder.path(), 1);
         std::os::unix::fs::symlink("/etc/passwd", &link).expect("a link");
         assert!(read_profile(&link).is_err(), "a link was followed");
