@@ -9,6 +9,12 @@ pub(crate) const LIBRARIES: &str = "/usr/lib/aarch64-linux-gnu";
 /// Path of the dynamic linker.
 pub(crate) const LOADER: &str = "/lib/ld-linux-aarch64.so.1";
 
+/// System calls of poll(2).
+pub(crate) const POLL_CALLS: &[i64] = &[libc::SYS_ppoll];
+
+/// System calls of epoll_wait(2).
+pub(crate) const EPOLL_CALLS: &[i64] = &[libc::SYS_epoll_pwait];
+
 /// Register in which workloads hold an address (`hold_in_one_register()` in tests/workload/wipe.h).
 pub(crate) const HOLDING_REGISTER: &str = "x19";
 

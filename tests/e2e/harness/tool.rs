@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use super::needs::AT_ENTRIES;
 use crate::documented;
-use crate::harness::{TIMEOUT, workload};
+use crate::harness::{TIMEOUT, arch, workload};
 
 /// Returns the path of a tool.
 pub(crate) fn tool(name: &str) -> PathBuf {
@@ -47,10 +47,8 @@ pub(crate) fn waits_for_events(pid: u32) -> Result<bool> {
     // Peers wait by epoll(7), tools by poll(2). A tool that polls one descriptor waits for a child process.
     let count = words.nth(1);
     Ok(match number {
-        Some(libc::SYS_poll | libc::SYS_ppoll) => count != Some("0x1"),
-        number => [libc::SYS_epoll_wait, libc::SYS_epoll_pwait]
-            .map(Some)
-            .contains(&number),
+        Some(number) if arch::POLL_CALLS.contains(&number) => count != Some("0x1"),
+        number => number.is_some_and(|number| arch::EPOLL_CALLS.contains(&number)),
     })
 }
 

@@ -9,6 +9,12 @@ pub(crate) const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 /// Path of the dynamic linker.
 pub(crate) const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
 
+/// System calls of poll(2).
+pub(crate) const POLL_CALLS: &[i64] = &[libc::SYS_poll, libc::SYS_ppoll];
+
+/// System calls of epoll_wait(2).
+pub(crate) const EPOLL_CALLS: &[i64] = &[libc::SYS_epoll_wait, libc::SYS_epoll_pwait];
+
 /// Register in which workloads hold an address (`hold_in_one_register()` in tests/workload/wipe.h).
 pub(crate) const HOLDING_REGISTER: &str = "r12";
 
