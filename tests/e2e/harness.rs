@@ -8,6 +8,7 @@
 pub(crate) mod arch;
 mod cgroup;
 mod folded;
+mod hung;
 mod libraries;
 mod mounted;
 mod needs;
@@ -30,6 +31,7 @@ use nix::sys::signal::{SigHandler, Signal};
 
 pub(crate) use cgroup::{Cgroup, cannot_make_cgroup, change_events, remove_cgroup};
 pub(crate) use folded::{by_leaf, folded};
+pub(crate) use hung::end_tests_that_hang;
 pub(crate) use libraries::mimalloc;
 pub(crate) use mounted::Mounted;
 pub(crate) use needs::{

@@ -140,6 +140,7 @@ fn main() -> ExitCode {
     arguments.test_threads = arguments.test_threads.or(Some(2));
     if !arguments.list {
         harness::prepare();
+        harness::end_tests_that_hang();
         if let Some(reason) = harness::bpf_not_permitted() {
             eprintln!("e2e: {reason}; what needs it is ignored");
         }

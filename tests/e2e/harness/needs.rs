@@ -16,6 +16,7 @@ use anyhow::Result;
 use libbpf_rs::ProgramType;
 use libtest_mimic::{Completion, Failed, Trial};
 
+use crate::harness::hung::Running;
 use crate::harness::{arch, pythons, workload};
 
 /// Number of tests whose durations are printed at the end.
@@ -242,7 +243,10 @@ fn boxed_test(
         }
         AT_ENTRIES.set(false);
         let started = Instant::now();
-        let result = run();
+        let result = {
+            let _running = Running::new(&own_name);
+            run()
+        };
         let took = (started.elapsed(), own_name);
         if let Ok(mut durations) = DURATIONS.lock() {
             durations.push(took);
