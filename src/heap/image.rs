@@ -75,6 +75,11 @@ pub(super) struct Memory {
 }
 
 impl Image {
+    /// Whether the main thread is there. It can end before the others.
+    pub(super) fn has_main_thread(&self) -> bool {
+        self.threads.iter().any(|thread| thread.tid == self.pid)
+    }
+
     /// Sets the memory of an image that has none yet. `copy` begins with the pages of the ranges `runs`, one after
     /// the other.
     ///

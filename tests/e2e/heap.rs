@@ -17,6 +17,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         every_block_is_found_and_no_other [Once],
         blocks_are_found_where_brk_failed [Once],
         blocks_are_found_where_others_moved_the_end_of_the_heap [Once],
+        blocks_are_found_where_the_main_thread_has_ended [Once],
         blocks_are_found_with_the_c_library_of_debian_11 [Once],
         blocks_are_found_with_the_c_library_of_debian_13 [Once],
         blocks_are_found_with_the_newest_c_library [Once],
@@ -144,6 +145,18 @@ fn blocks_are_found_where_brk_failed() -> Result<()> {
 
 fn blocks_are_found_where_others_moved_the_end_of_the_heap() -> Result<()> {
     expect_blocks("foreign").map(drop)
+}
+
+/// The cache of a main thread that has ended stays in the heap, and nothing refers to it. Other threads have caches, or
+/// none has.
+fn blocks_are_found_where_the_main_thread_has_ended() -> Result<()> {
+    for threads in ["7", "0"] {
+        let mut command = Command::new(harness::workload("heap"));
+        command.env("LD_PRELOAD", harness::workload("librecord.so"));
+        expect_blocks_of(command.args([threads, "40009", "leaderless"]))
+            .with_context(|| format!("{threads} other threads"))?;
+    }
+    Ok(())
 }
 
 /// Fetches the C library of another Debian suite, with its loader. Returns their directory.

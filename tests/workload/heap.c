@@ -21,6 +21,7 @@
  *	vfork	 the work is to wait, in vfork(2), until somebody kills the child
  *	stats	 as plain; the work is to read jemalloc's own statistics, which are facts
  *	strict	 under seccomp's strict mode, from ready on
+ *	leaderless  the main thread ends, and a thread that allocates nothing goes on
  */
 #define _GNU_SOURCE
 #include <malloc.h>
@@ -329,6 +330,36 @@ __attribute__((noreturn)) static void be_strict(void)
 	__builtin_unreachable();
 }
 
+/* Waits until the kernel has released the main thread's memory: its size is 0 then. */
+static void *go_on(void *unused)
+{
+	char path[64], size = '1';
+
+	(void)unused;
+	snprintf(path, sizeof(path), "/proc/%d/statm", getpid());
+	while (size != '0') {
+		int fd = open(path, O_RDONLY);
+
+		if (fd < 0 || read(fd, &size, 1) != 1)
+			die("cannot read %s", path);
+		close(fd);
+		usleep(1000);
+	}
+	ready();
+	done();
+	_exit(0);
+}
+
+/* Leaves the process to a thread that has no cache of free blocks. */
+__attribute__((noreturn)) static void end_main_thread(void)
+{
+	pthread_t other;
+
+	if (pthread_create(&other, NULL, go_on, NULL))
+		die("cannot start a thread");
+	pthread_exit(NULL);
+}
+
 int main(int argc, char **argv)
 {
 	if (argc != 4)
@@ -352,8 +383,9 @@ int main(int argc, char **argv)
 		start_threads();
 		if (!strcmp(kind, "strict"))
 			be_strict();
-		else
-			ready();
+		if (!strcmp(kind, "leaderless"))
+			end_main_thread();
+		ready();
 		if (!strcmp(kind, "stats"))
 			tell_statistics();
 	}

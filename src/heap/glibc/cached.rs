@@ -187,7 +187,9 @@ fn check_threads(image: &Image, walk: &mut Walk) {
 /// used (glibc.malloc.tcache_count=0). If all possible tcaches that threads refer to hold chunks, they are
 /// inconsistent.
 fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
-    if !walk.tcaches.is_empty() {
+    // A thread that ends frees its tcache, except for the main thread, which pthread_exit() ends.
+    let left = usize::from(!image.has_main_thread());
+    if walk.tcaches.len() > left {
         let why = "no thread has a tcache that was found";
         walk.broken
             .push((why.into(), walk.tcaches.first().copied()));
