@@ -97,7 +97,7 @@ impl Walked {
 const KNOWN: &str = "glibc's malloc (2.26 to 2.43), musl's (1.2.1 and later) or jemalloc (5.3)";
 
 /// Remedy for an allocator without a walk, as the end of a message.
-const INSTEAD: &str = "; tracing works with it: memleak -p PID";
+const INSTEAD: &str = "; tracing works with it";
 
 /// Returns the coverage of a process in which no known heap was found.
 fn why_not_found(image: &Image) -> Coverage {
