@@ -5,10 +5,9 @@
 //! by mapped memory whose file server never answers (FUSE). So before a uprobe is registered, a child process of ours
 //! takes each lock as the kernel will. A child that has to wait can be killed.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fmt;
-use std::fs;
-use std::io::{ErrorKind, PipeReader, Read, pipe};
+use std::io::{PipeReader, Read, pipe};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
@@ -24,6 +23,7 @@ use nix::unistd::{ForkResult, Pid, fork};
 
 use crate::bpf::attach::FatalError;
 use crate::bpf::kernel_support;
+use crate::process::directory::{self, ShortPath};
 use crate::process::proc::{self, Process};
 
 /// Time that a process has to let go of its lock. A process that frees gigabytes holds the lock meanwhile, which took
@@ -53,27 +53,41 @@ pub(crate) struct Unanswered {
 }
 
 impl Unanswered {
-    /// Waits, without end, until the lock can be taken or the process has ended. Makes system calls only. Between its
-    /// tries it pauses, as the process cannot use much of its memory during a try.
+    /// Waits, without end, until the lock can be taken or the process has ended. Makes system calls only.
     pub(crate) fn wait(&self) {
-        // SAFETY: the child makes system calls only.
-        while let Ok(forked) = unsafe { fork() } {
-            match forked {
-                ForkResult::Child => {
-                    take(&self.memory, self.clear_refs.as_ref());
-                    // SAFETY: _exit() ends this process, and runs no code of this process.
-                    unsafe { libc::_exit(0) }
-                }
-                ForkResult::Parent { child } => {
-                    if reap(child, Duration::from_millis(PATIENCE_MS.into())) {
-                        return;
-                    }
-                    let _ = kill(child, Signal::SIGKILL);
-                    reap(child, END);
-                }
+        wait_for(|| {
+            take(&self.memory, self.clear_refs.as_deref());
+        });
+    }
+}
+
+/// Waits, without end, until the locks of all processes can be taken. Makes system calls only. A process that has just
+/// started is not seen.
+pub(crate) fn wait_for_all() {
+    wait_for(take_all);
+}
+
+/// Waits until a child process has taken locks in time. Between its tries it pauses, as a process cannot use much of its
+/// memory while a child waits for its lock.
+fn wait_for(locks: impl Fn()) {
+    // SAFETY: the child makes system calls only.
+    while let Ok(forked) = unsafe { fork() } {
+        match forked {
+            ForkResult::Child => {
+                die_with_parent();
+                locks();
+                // SAFETY: _exit() ends this process, and runs no code of this process.
+                unsafe { libc::_exit(0) }
             }
-            thread::sleep(PAUSE);
+            ForkResult::Parent { child } => {
+                if reap(child, Duration::from_millis(PATIENCE_MS.into())) {
+                    return;
+                }
+                let _ = kill(child, Signal::SIGKILL);
+                reap(child, END);
+            }
         }
+        thread::sleep(PAUSE);
     }
 }
 
@@ -125,9 +139,10 @@ static READ_LOCKS: LazyLock<bool> =
     LazyLock::new(|| kernel_support::btf_has_name("expand_stack_locked"));
 
 /// Folder with a subfolder for each FUSE file system of the machine, where its control file system is mounted.
-const FUSE_CONNECTIONS: &str = "/sys/fs/fuse/connections";
+const FUSE_CONNECTIONS: &CStr = c"/sys/fs/fuse/connections";
 
 /// Whether a server of a FUSE file system has a request that it has not answered. Also true if this cannot be seen.
+/// Makes system calls only.
 fn fuse_waits() -> bool {
     const FUSE_CTL_SUPER_MAGIC: i64 = 0x6573_5543;
     let seen = match statfs(FUSE_CONNECTIONS) {
@@ -136,16 +151,19 @@ fn fuse_waits() -> bool {
         Ok(file_system) => file_system.filesystem_type() == FsType(FUSE_CTL_SUPER_MAGIC),
         Err(_) => false,
     };
-    let (true, Ok(connections)) = (seen, fs::read_dir(FUSE_CONNECTIONS)) else {
+    if !seen {
         return true;
-    };
-    connections.flatten().any(|connection| {
-        match fs::read_to_string(connection.path().join("waiting")) {
-            Ok(requests) => requests.trim() != "0",
+    }
+    let mut waits = false;
+    let listed = directory::each_number(FUSE_CONNECTIONS, |connection| {
+        let path = ShortPath::of(&[FUSE_CONNECTIONS.to_bytes(), b"/", connection, b"/waiting"]);
+        waits |= match directory::first_byte(path.as_c_str()) {
+            Ok(first) => first != b'0',
             // The file system may have been unmounted.
-            Err(error) => error.kind() != ErrorKind::NotFound,
-        }
-    })
+            Err(error) => error != Errno::ENOENT,
+        };
+    });
+    waits || listed.is_err()
 }
 
 /// Checks that the lock of each process can be taken for writing. The check is omitted if one has just succeeded.
@@ -266,17 +284,45 @@ fn reap(child: Pid, within: Duration) -> bool {
 
 /// Takes and releases the locks, in the child, and writes an answer on each. Makes system calls only.
 fn answer(memory: &[CString], clear_refs: &[CString], to: RawFd) {
-    // SAFETY: takes integers. The child must not wait for a lock any longer than its parent lives.
-    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+    die_with_parent();
     for (number, path) in memory.iter().enumerate() {
-        let answer = take(path, clear_refs.get(number));
+        let answer = take(path, clear_refs.get(number).map(|path| &**path));
         // SAFETY: the byte lives until the call returns. If the parent has ended, so does the child.
         unsafe { libc::write(to, (&raw const answer).cast(), 1) };
     }
 }
 
+/// Has this child end when its parent does: it must not wait for a lock any longer.
+fn die_with_parent() {
+    // SAFETY: takes integers.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+}
+
+/// Takes and releases the locks of all processes, one after the other. Makes system calls only.
+fn take_all() {
+    let by_write = !*READ_LOCKS && fuse_waits();
+    let take_of = |folder: &[&[u8]]| {
+        let folder = ShortPath::of(folder);
+        let file = |name: &[u8]| ShortPath::of(&[folder.as_c_str().to_bytes(), name]);
+        let (memory, clear_refs) = (file(b"/mem"), file(b"/clear_refs"));
+        take(memory.as_c_str(), by_write.then(|| clear_refs.as_c_str()))
+    };
+    let _ = directory::each_number(c"/proc", |pid| {
+        if take_of(&[b"/proc/", pid]) != NO_SPACE {
+            return;
+        }
+        // The first thread of a process can exit before the others. It has no address space then.
+        let tasks = ShortPath::of(&[b"/proc/", pid, b"/task"]);
+        let _ = directory::each_number(tasks.as_c_str(), |tid| {
+            if tid != pid {
+                take_of(&[b"/proc/", pid, b"/task/", tid]);
+            }
+        });
+    });
+}
+
 /// Takes and releases a lock for writing. Returns the answer. Makes system calls only.
-fn take(memory: &CString, clear_refs: Option<&CString>) -> u8 {
+fn take(memory: &CStr, clear_refs: Option<&CStr>) -> u8 {
     let answer = read_nowhere(memory);
     if answer == TAKEN {
         clear_refs.into_iter().for_each(reset_peak);
@@ -285,7 +331,7 @@ fn take(memory: &CString, clear_refs: Option<&CString>) -> u8 {
 }
 
 /// Reads memory where there is none, which takes the lock: see [`READ_LOCKS`].
-fn read_nowhere(path: &CString) -> u8 {
+fn read_nowhere(path: &CStr) -> u8 {
     let mut byte = 0u8;
     // SAFETY: the path ends with NUL, and the buffer has one byte.
     unsafe {
@@ -305,7 +351,7 @@ fn read_nowhere(path: &CString) -> u8 {
 
 /// Has the kernel take a lock for writing, on kernels where [`read_nowhere`] takes it for reading. The process's peak
 /// of resident memory (VmHWM) starts again at what is resident now.
-fn reset_peak(path: &CString) {
+fn reset_peak(path: &CStr) {
     // SAFETY: the path ends with NUL, and the buffer has one byte.
     unsafe {
         let file = libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
@@ -318,6 +364,7 @@ fn reset_peak(path: &CString) {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::io::{BufRead, BufReader};
     use std::process::{Child, Command, Stdio};
 

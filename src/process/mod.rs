@@ -13,6 +13,7 @@
 //! | [`complete`] | completion of processes and cgroups in shells |
 //! | [`container`] | the cgroup of a task, and the container of this cgroup |
 //! | [`labels`] | unit, pod and container of a cgroup, as labels |
+//! | `directory` | directories that a forked child reads by system calls alone |
 //! | [`origin`] | the time and the thread of an event |
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
@@ -33,6 +34,7 @@ pub mod code_copies;
 pub mod command;
 pub mod complete;
 pub mod container;
+mod directory;
 pub mod filter;
 pub mod follow;
 pub mod guard;

@@ -72,10 +72,12 @@ pub fn remove<T: AsFd>(held: Vec<T>) {
 }
 
 /// Removes perf's uprobes. The kernel removes such events one after the other, 0.1 s each. A child process waits for
-/// that, and ends with the last event. When this function returns, the events are disabled.
+/// that, and before each event until the locks of all processes can be taken. It ends with the last event. When this
+/// function returns, the events are disabled.
 pub fn remove_in_background(links: Vec<Link>) {
-    let busy = busy_process();
-    let Ok(held) = hold_links(busy.as_ref()) else {
+    // Says so if a process holds its lock.
+    let _ = busy_process();
+    let Ok(held) = hold_links() else {
         return attach::detach(links);
     };
     // Dropping the links disables the events, but closes none: the child has them open, too.
@@ -98,18 +100,18 @@ fn busy_process() -> Option<mmap_lock::Unanswered> {
 const HELD: [&str; 2] = ["anon_inode:[perf_event]", "anon_inode:bpf_link"];
 
 /// Forks a process that keeps our perf events and links open, and nothing else, until the returned descriptor is
-/// dropped. If `busy` is given, the process also waits until that one has let go of its lock.
-fn hold_links(busy: Option<&mmap_lock::Unanswered>) -> Result<OwnedFd> {
+/// dropped. Then it closes each when no process holds its lock.
+fn hold_links() -> Result<OwnedFd> {
     let (until, held) = pipe2(OFlag::O_CLOEXEC)?;
     let (has_closed, closes) = pipe2(OFlag::O_CLOEXEC)?;
-    let mut others = Vec::new();
+    let (mut held_files, mut others) = (Vec::new(), Vec::new());
     for entry in fs::read_dir("/proc/self/fd")? {
         let entry = entry?;
         let file: RawFd = entry.file_name().to_string_lossy().parse()?;
         let what = fs::read_link(entry.path())?;
-        if !HELD.iter().any(|held| what.as_os_str() == *held)
-            && ![until.as_raw_fd(), closes.as_raw_fd()].contains(&file)
-        {
+        if HELD.iter().any(|held| what.as_os_str() == *held) {
+            held_files.push(file);
+        } else if ![until.as_raw_fd(), closes.as_raw_fd()].contains(&file) {
             others.push(file);
         }
     }
@@ -130,7 +132,10 @@ fn hold_links(busy: Option<&mmap_lock::Unanswered>) -> Result<OwnedFd> {
             drop(closes);
             let _ = setsid();
             let _ = read(&until, &mut [0]);
-            busy.into_iter().for_each(mmap_lock::Unanswered::wait);
+            for file in &held_files {
+                mmap_lock::wait_for_all();
+                let _ = close(*file);
+            }
             // SAFETY: _exit() ends this process, and runs no code of this process.
             unsafe { libc::_exit(0) }
         }
