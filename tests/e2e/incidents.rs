@@ -24,8 +24,10 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Time for which a process is traced.
+/// Time for which a cgroup is traced.
 const TRACED: Duration = Duration::from_secs(1);
+/// Number of page faults for which a process is traced.
+const FAULTS: u64 = 997;
 /// What each of the Python programs begins with. `rounds` goes on until the test lets the program end.
 const BEGIN: &str = "
 import mmap, os, select, sys
@@ -64,24 +66,41 @@ fn next_of(pid: &str, expected: &str) -> Result<String> {
     Ok(next)
 }
 
-/// Runs a command as it was printed. A command that traces is interrupted after a while.
-fn follow(next: &str) -> Result<ToolOutput> {
+/// Runs a command as it was printed. A command that traces is interrupted when `is_traced` has returned.
+fn follow(next: &str, is_traced: impl FnOnce() -> Result<()>) -> Result<ToolOutput> {
     let mut words = next.split(' ');
     let name = words.next().context("no command")?;
     let args: Vec<&str> = words.collect();
     let mut tool = Tool::start(name, &args)?;
     if name != "heapscan" {
         tool.wait_for_any(&["Ctrl-C to end", "probes in"])?;
-        thread::sleep(TRACED);
+        is_traced()?;
         return tool.interrupt();
     }
     tool.wait()
 }
 
+/// Returns the number of page faults of a process.
+fn page_faults(pid: &str) -> Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let (_, fields) = stat.rsplit_once(") ").context("no name")?;
+    let fields: Vec<&str> = fields.split(' ').collect();
+    let number =
+        |at: usize| -> Result<u64> { Ok(fields.get(at).context("a short line")?.parse()?) };
+    // Minor and major faults are fields 10 and 12 of proc_pid_stat(5), of which the name is field 2.
+    Ok(number(7)? + number(9)?)
+}
+
 /// Follows memtriage's next command for a process. The command is to be this one, and its output has to contain the
 /// cause.
 fn expect_cause(pid: &str, command: &str, cause: &str) -> Result<()> {
-    let ended = follow(&next_of(pid, &format!("{command} -p {pid}"))?)?;
+    let next = next_of(pid, &format!("{command} -p {pid}"))?;
+    let ended = follow(&next, || {
+        let before = page_faults(pid)?;
+        harness::eventually("the process goes on", || {
+            Ok(page_faults(pid)? - before >= FAULTS)
+        })
+    })?;
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(ended.stdout.contains(cause), "no {cause}: {ended:?}");
     Ok(())
@@ -97,7 +116,7 @@ fn python_has_cause(work: &str, command: &str, cause: &str) -> Result<()> {
 }
 
 fn memory_that_a_program_maps_has_its_function() -> Result<()> {
-    let mut program = Workload::start("grow", &["31", "1009"])?;
+    let mut program = Workload::start("grow", &["13", "1009"])?;
     program.go()?;
     expect_cause(&program.pid(), "memleak", "take_more+")
 }
@@ -160,6 +179,8 @@ file = open('{path}', 'rb')
 atlas = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 def work():
     for n in rounds():
+        if n % 1000 == 0:
+            atlas.madvise(mmap.MADV_DONTNEED)
         sum(atlas[n % 1000 << 18:(n % 1000) + 1 << 18:4096])
 "
         ),
@@ -187,7 +208,10 @@ fn a_cgroup_that_stalls_has_its_task() -> Result<()> {
         next = found.and_then(|finding| Some(finding["next"].as_str()?.to_owned()));
         Ok(next.is_some())
     })?;
-    let ended = follow(&next.context("no next command")?)?;
+    let ended = follow(&next.context("no next command")?, || {
+        thread::sleep(TRACED);
+        Ok(())
+    })?;
     let row = ended.stdout.lines().nth(1).context("no row")?;
     ensure!(row.starts_with("reread "), "{ended:?}");
     Ok(())

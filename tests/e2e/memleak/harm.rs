@@ -148,7 +148,7 @@ fn killed_at_the_start_under_memory_pressure_it_leaves_none() -> Result<()> {
     // Page cache fills what is left all the time.
     let mut reader = Command::new("sh").args(["-c", &read]).spawn()?;
     let scanned = vmstat("pgscan_direct")? + vmstat("pgscan_kswapd")?;
-    let left = kill_at_the_start(11, 11);
+    let left = kill_at_the_start(5, 7);
     reader.kill()?;
     reader.wait()?;
     drop(balloon);
