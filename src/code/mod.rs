@@ -6,6 +6,8 @@
 //! | [`eh_frame`] | the functions that have unwind information |
 //! | [`elf`] | queries of ELF files: functions by name, code, kind of program |
 //! | [`elf_file`] | parser for the headers, symbols and relocations of an ELF file |
+//! | `frame_at_call` | the frame that a function has when it calls another one |
+//! | `go_functions` | the functions of a Go program, by the table of Go's runtime |
 //! | [`instruction`] | the instruction at a place in a file |
 //! | [`lines`] | source lines of machine code |
 //! | [`limits`] | limits of memory and time for reading one file of another user |
@@ -22,6 +24,7 @@ mod arch;
 pub mod eh_frame;
 pub mod elf;
 pub mod elf_file;
+pub(crate) mod go_functions;
 pub mod limits;
 pub mod lines;
 pub mod probe_point;
@@ -30,4 +33,5 @@ mod symbol_copy;
 pub mod symbols;
 pub mod wrappers;
 
+pub(crate) use arch::frame_at_call;
 pub use arch::{instruction, registers};

@@ -1,7 +1,7 @@
 //! Lookup of the function at an offset in a file, by the file's tables of symbols.
 //!
 //! blazesym does the lookup, in a copy of these tables (`symbol_copy`). An offset past the end of every symbol gets
-//! no name.
+//! no name. A stripped Go program still has the table of Go's runtime (`go_functions`).
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -9,8 +9,11 @@ use std::os::fd::AsRawFd;
 use anyhow::Result;
 use blazesym::symbolize::source;
 use blazesym::symbolize::{Input, Symbolized, Symbolizer};
+use object::elf as raw;
 
+use crate::code::elf::{self, CodeSegment};
 use crate::code::elf_file::{Elf, Source};
+use crate::code::go_functions::GoFunctions;
 use crate::code::limits;
 use crate::code::symbol_copy::SymbolCopy;
 
@@ -20,7 +23,11 @@ const OVERHEAD: usize = 512 << 10;
 
 /// The functions of a file by address.
 #[derive(Debug, Default)]
-pub struct Symbols(Option<Names>);
+pub struct Symbols {
+    names: Option<Names>,
+    /// Functions of a stripped Go program, and where its code is.
+    go: Option<(GoFunctions, Vec<CodeSegment>)>,
+}
 
 #[derive(Debug)]
 struct Names {
@@ -68,18 +75,43 @@ impl Symbols {
                 .build(),
             copy,
         });
-        Ok(Self(names))
+        let is_stripped = debug.is_none() && elf.symbol_table(raw::SHT_SYMTAB).is_none();
+        let go = is_stripped.then(|| GoFunctions::read(elf)).transpose()?;
+        let go = go.flatten().map(|go| anyhow::Ok((go, elf.code()?)));
+        Ok(Self {
+            names,
+            go: go.transpose()?,
+        })
     }
 
     /// Returns the bytes of memory that the symbols take.
     pub fn bytes(&self) -> usize {
-        let names = self.0.as_ref();
-        names.map_or(0, |names| OVERHEAD + names.copy.bytes)
+        let names = self.names.as_ref();
+        let names = names.map_or(0, |names| OVERHEAD + names.copy.bytes);
+        names + self.go.as_ref().map_or(0, |(go, _)| go.bytes())
     }
 
     /// Finds the function that this offset in the file is in.
     pub fn find(&self, file_offset: u64) -> Option<Name> {
-        let Names { blazesym, copy } = self.0.as_ref()?;
+        let names = self.names.as_ref();
+        let found = names.and_then(|names| names.find(file_offset));
+        found.or_else(|| {
+            let (go, code) = self.go.as_ref()?;
+            let (name, offset) = go.find(elf::address(code, file_offset)?)?;
+            let is_whole = name.len() < limits::MAX_NAME;
+            let name = &name[..name.len().min(limits::MAX_NAME)];
+            Some(Name {
+                text: String::from_utf8_lossy(name).into_owned(),
+                is_whole,
+                offset,
+            })
+        })
+    }
+}
+
+impl Names {
+    fn find(&self, file_offset: u64) -> Option<Name> {
+        let Self { blazesym, copy } = self;
         let mut elf = source::Elf::new(format!("/proc/self/fd/{}", copy.file.as_raw_fd()));
         elf.debug_syms = false;
         let found =
@@ -112,7 +144,6 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use super::*;
-    use crate::code::elf;
 
     #[unsafe(no_mangle)]
     extern "C" fn memtools_symbols_test_function(value: u32) -> u32 {

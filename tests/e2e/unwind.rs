@@ -1,6 +1,7 @@
 //! Stacks through code without frame pointers, in all ways in which tools record user stacks, against the
 //! program's own unwinder.
 
+mod go;
 mod hooks;
 mod moved;
 mod processes;
@@ -33,10 +34,16 @@ pub(crate) fn tests() -> Vec<Trial> {
         deep_recursion_is_cut,
         tables_alone_are_enough,
     };
-    [own, hooks::tests(), moved::tests(), processes::tests()]
-        .into_iter()
-        .flatten()
-        .collect()
+    [
+        own,
+        go::tests(),
+        hooks::tests(),
+        moved::tests(),
+        processes::tests(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// Go's runtime calls C on another stack.

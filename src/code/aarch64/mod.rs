@@ -5,6 +5,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | `entry` | the instructions with which a function begins, and which of them a uprobe may be on |
+//! | `frame_at_call` | the frame that a function has when it calls another one: not known on arm64 |
 //! | `register_contents` | registers of a function's arguments |
 //! | [`instruction`] | the instruction at a place in a file |
 //! | `jumps` | targets of jumps |
@@ -13,6 +14,7 @@
 //! | `wrappers` | functions that only pass a call on to another one: not recognized on arm64 |
 
 pub(super) mod entry;
+pub(crate) mod frame_at_call;
 pub mod instruction;
 pub(super) mod jumps;
 pub(super) mod pymalloc;

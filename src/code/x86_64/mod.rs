@@ -4,6 +4,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | `entry` | the instructions with which a function begins, and which of them a uprobe may be on |
+//! | `frame_at_call` | the frame that a function has when it calls another one |
 //! | `register_contents` | contents of registers while these instructions are executed |
 //! | [`instruction`] | the instruction at a place in a file |
 //! | `jumps` | targets of jumps |
@@ -12,6 +13,7 @@
 //! | `wrappers` | functions that only pass a call on to another one |
 
 pub(super) mod entry;
+pub(crate) mod frame_at_call;
 pub mod instruction;
 pub(super) mod jumps;
 pub(super) mod pymalloc;

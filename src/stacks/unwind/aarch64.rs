@@ -3,8 +3,9 @@
 use gimli::{CfaRule, RegisterRule};
 
 use super::Fde;
-use super::builder::{Builder, KEPT, short_words};
-use crate::bpf::types::unwind_frame_pointer as FramePointer;
+use super::builder::{Builder, KEPT, short_words, word};
+use crate::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+use crate::code::frame_at_call::FrameAtCall;
 
 /// Rules for the frame pointer and for the return address.
 type Saved<'a> = (
@@ -62,4 +63,9 @@ pub(super) fn saved<'a>(
 /// Returns the row of the function of Go's runtime that calls C on another stack: none is known, and walks end there.
 pub(super) fn go_switch() -> Option<u32> {
     None
+}
+
+/// Returns the row of a function that has called another one: no such frame is known.
+pub(super) fn rule_at_call(_frame: FrameAtCall) -> u32 {
+    word(Kind::UNWIND_STRANGE, 0, None)
 }

@@ -15,7 +15,6 @@ use std::ops::Range;
 use anyhow::{Result, ensure};
 use builder::{Builder, word};
 use gimli::{BaseAddresses, UnwindContext, UnwindExpression};
-use object::elf as raw;
 
 use crate::bpf::types::{self, unwind_kind as Kind};
 use crate::code::eh_frame::{
@@ -23,6 +22,8 @@ use crate::code::eh_frame::{
 };
 use crate::code::elf::CodeSegment;
 use crate::code::elf_file::{Elf, Source};
+use crate::code::frame_at_call::{self, FrameAtCall};
+use crate::code::go_functions;
 use crate::code::limits::{self, Deadline};
 
 type Expression = UnwindExpression<usize>;
@@ -80,10 +81,8 @@ impl Rules {
             .set_text(text);
         let addresses: Vec<_> = code.iter().map(CodeSegment::range).collect();
         let mut rows = rows(&frames, &bases, &addresses, file.deadline)?;
-        if let Some(rule) = arch::go_switch() {
-            for function in switches_to_c(&file)? {
-                add_switch(&mut rows, function, rule);
-            }
+        for (function, rule) in between_stacks(&file)? {
+            add_function(&mut rows, function, rule);
         }
         Ok(Self { rows, segments })
     }
@@ -189,34 +188,53 @@ pub fn address_of(row: u64) -> u64 {
     row >> 32
 }
 
-/// Returns the addresses of the function of Go's runtime that calls C, and of its wrapper. The function calls on the
-/// thread's stack, and leaves the frame pointer that leads to the goroutine's stack.
-fn switches_to_c(file: &Elf<'_>) -> Result<Vec<Range<u64>>> {
-    const NAMES: [&[u8]; 2] = [b"runtime.asmcgocall.abi0\0", b"runtime.asmcgocall\0"];
-    if file.section(".go.buildinfo").is_none() {
-        return Ok(Vec::new());
-    }
-    let Some((table, names)) = file.symbol_table(raw::SHT_SYMTAB) else {
+/// Functions of Go's runtime that go on on another stack and leave the frame pointer, which leads to the caller's
+/// stack: from a goroutine's stack to the thread's to call C, and back when C calls Go.
+const SWITCHES: [&str; 4] = [
+    "runtime.asmcgocall.abi0",
+    "runtime.asmcgocall",
+    "runtime.cgocallback.abi0",
+    "runtime.cgocallback",
+];
+
+/// The function by which Go's runtime goes on on the thread's stack. Its frame pointer leads to the caller only if it
+/// has set it.
+const TO_THREAD: [&str; 2] = ["runtime.systemstack.abi0", "runtime.systemstack"];
+
+/// The function of Go's runtime that C calls to call Go. It saves the registers of C.
+const FROM_C: &str = "crosscall2";
+
+/// Bytes of a function's code that are read: more than [`FROM_C`] has before its call of Go.
+const CODE_BYTES: u64 = 256;
+
+/// Returns the rules for those functions of Go's runtime that are between stacks: Go's code has no unwind information,
+/// and frame pointers alone do not lead through these functions.
+fn between_stacks(file: &Elf<'_>) -> Result<Vec<(Range<u64>, u32)>> {
+    let Some(switch) = arch::go_switch() else {
         return Ok(Vec::new());
     };
-    if names.size > limits::MAX_SYMBOLS {
-        return Ok(Vec::new());
+    let wanted = [&SWITCHES[..], &TO_THREAD, &[FROM_C]].concat();
+    let mut rules = Vec::new();
+    for (name, function) in go_functions::functions_named(file, &wanted)? {
+        let Some(offset) = file.file_offset(function.start) else {
+            continue;
+        };
+        let length = function.end.saturating_sub(function.start).min(CODE_BYTES);
+        let code = || file.bytes(offset, length as usize);
+        let rule = if name == FROM_C {
+            FrameAtCall::of(&code()?).map(arch::rule_at_call)
+        } else if TO_THREAD.contains(&name) && !frame_at_call::sets_frame_pointer(&code()?) {
+            None
+        } else {
+            Some(switch)
+        };
+        rules.extend(rule.map(|rule| (function, rule)));
     }
-    let names = file.bytes(names.file_offset, names.size as usize)?;
-    let mut found = Vec::new();
-    file.each_function(table, |symbol| {
-        let name = names.get(symbol.name as usize..).unwrap_or_default();
-        if NAMES.iter().any(|wanted| name.starts_with(wanted)) {
-            found.push(symbol.address..symbol.address.saturating_add(symbol.size));
-        }
-        Ok(())
-    })?;
-    Ok(found)
+    Ok(rules)
 }
 
-/// Adds the rule that a function's caller is found by the frame pointer, on whatever stack, to rows that have no rule
-/// for the function.
-fn add_switch(rows: &mut Vec<u64>, function: Range<u64>, by_fp: u32) {
+/// Adds a rule for a function to rows that have none for it.
+fn add_function(rows: &mut Vec<u64>, function: Range<u64>, rule: u32) {
     let none = word(Kind::UNWIND_NO_RULE, 0, None);
     let at = rows.partition_point(|&row| address_of(row) <= function.start);
     let before = at.checked_sub(1).and_then(|before| rows.get(before));
@@ -227,7 +245,7 @@ fn add_switch(rows: &mut Vec<u64>, function: Range<u64>, by_fp: u32) {
     if !is_free || function.is_empty() || function.end >= MAX_ADDRESS {
         return;
     }
-    let added = [(function.start, by_fp), (function.end, none)];
+    let added = [(function.start, rule), (function.end, none)];
     let added = added.map(|(from, rule)| from << 32 | u64::from(rule));
     let replaced = before.is_some_and(|&row| address_of(row) == function.start);
     let ends_there = rows
@@ -287,15 +305,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_switch_of_stacks_has_a_rule_where_there_is_none() {
+    fn a_function_has_a_rule_where_there_is_none() {
         let none = word(Kind::UNWIND_NO_RULE, 0, None);
         let other = word(Kind::UNWIND_BY_SP, 1, None);
         let row = |address: u64, rule: u32| address << 32 | u64::from(rule);
-        let switch = word(Kind::UNWIND_BY_FP, 2, None);
+        let switch = word(Kind::UNWIND_BY_SP, 7, None);
         let rows = vec![row(0x100, other), row(0x200, none), row(0x900, other)];
         let with = |function: Range<u64>| {
             let mut rows = rows.clone();
-            add_switch(&mut rows, function, switch);
+            add_function(&mut rows, function, switch);
             rows
         };
         let inserted = [row(0x300, switch), row(0x340, none)];

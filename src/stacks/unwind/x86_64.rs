@@ -6,6 +6,7 @@ use gimli::{CfaRule, RegisterRule};
 use super::Fde;
 use super::builder::{Builder, KEPT, Steps, short_words, word};
 use crate::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+use crate::code::frame_at_call::FrameAtCall;
 use crate::code::registers::FRAME_POINTER;
 
 /// Place of the return address, in bytes from the CFA.
@@ -52,4 +53,13 @@ pub(super) fn go_switch() -> Option<u32> {
         2,
         Some((FramePointer::UNWIND_FP_AT_FP, 0)),
     ))
+}
+
+/// Returns the row of a function that has called another one.
+pub(super) fn rule_at_call(frame: FrameAtCall) -> u32 {
+    let fp = match frame.saves_frame_pointer {
+        true => (FramePointer::UNWIND_FP_AT_CFA, -2),
+        false => KEPT,
+    };
+    word(Kind::UNWIND_BY_SP, frame.words, Some(fp))
 }
