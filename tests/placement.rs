@@ -6,6 +6,10 @@
 //! function up to the instruction, step by step, with random values in its registers. The second one is checked
 //! by what objdump, which is not our decoder, finds in the whole file.
 
+#[expect(dead_code, reason = "the end-to-end tests use the rest")]
+#[cfg_attr(target_arch = "aarch64", path = "e2e/harness/aarch64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "e2e/harness/x86_64.rs")]
+mod arch;
 #[path = "e2e/harness/libraries.rs"]
 mod libraries;
 

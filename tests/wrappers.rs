@@ -1,5 +1,9 @@
 //! Functions that only pass their calls on, checked against real libraries.
 
+#[expect(dead_code, reason = "the end-to-end tests use the rest")]
+#[cfg_attr(target_arch = "aarch64", path = "e2e/harness/aarch64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "e2e/harness/x86_64.rs")]
+mod arch;
 #[path = "e2e/harness/libraries.rs"]
 mod libraries;
 
