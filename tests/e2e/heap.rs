@@ -109,7 +109,7 @@ pub(super) fn expect_blocks_of(command: &mut Command) -> Result<Value> {
         .filter(|(block, size)| found.get(block).is_some_and(|found| found < size))
         .count();
     ensure!(
-        live.len() > 10_000 && (missed, wrong, small) == (0, 0, 0),
+        live.len() > 2_000 && (missed, wrong, small) == (0, 0, 0),
         "of {} blocks {missed} missed, {wrong} wrong, {small} too small",
         live.len()
     );
