@@ -173,7 +173,7 @@ impl RemoteMemory {
 }
 
 /// The child that reads, and processes that did not answer.
-struct State {
+struct Reading {
     reader: Option<Reader>,
     lost: Vec<Pid>,
     /// Times at which processes did not answer.
@@ -185,7 +185,7 @@ struct Reader {
     stream: UnixStream,
 }
 
-static STATE: Mutex<Option<State>> = Mutex::new(None);
+static STATE: Mutex<Option<Reading>> = Mutex::new(None);
 
 /// What a child reads.
 #[derive(Debug, Clone, Copy)]
@@ -198,7 +198,7 @@ enum Source<'a> {
 
 fn read(pid: u32, source: Source<'_>, length: usize) -> io::Result<Vec<u8>> {
     let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
-    let state = state.get_or_insert_with(|| State {
+    let state = state.get_or_insert_with(|| Reading {
         reader: None,
         lost: Vec::new(),
         silent: HashMap::new(),

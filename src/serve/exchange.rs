@@ -29,14 +29,14 @@ pub(super) enum Unavailable {
 /// State that the tracing thread and the threads of connections share.
 #[derive(Debug)]
 pub(super) struct Exchange {
-    state: Mutex<State>,
+    state: Mutex<Exchanged>,
     changed: Condvar,
     /// Readable while a report is requested.
     asked: EventFd,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Exchanged {
     latest: Option<Latest>,
     asked: bool,
     ended: bool,
@@ -141,12 +141,16 @@ impl Exchange {
         self.changed.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Exchanged> {
         // No panic can leave the state half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, Exchanged>,
+        time: Duration,
+    ) -> MutexGuard<'a, Exchanged> {
         let waited = self.changed.wait_timeout(state, time);
         waited.unwrap_or_else(PoisonError::into_inner).0
     }

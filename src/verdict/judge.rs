@@ -75,7 +75,7 @@ pub struct Sums {
 
 /// Kind of a block: its type's name, or its size if the type is not known.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) enum Kind {
+pub(super) enum TypeOrSize {
     Type(String),
     Size(u64),
 }
@@ -86,14 +86,14 @@ enum Key {
     /// Stack that has allocated the blocks, if they were traced.
     Stack(u64),
     /// Kind of the blocks, if they were not traced.
-    Kind(Kind),
+    Kind(TypeOrSize),
 }
 
 /// Blocks of one stack, or of one kind, that are all lost, or all reachable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Group {
     /// Kind of all blocks. None if a stack has allocated several kinds.
-    pub(super) kind: Option<Kind>,
+    pub(super) kind: Option<TypeOrSize>,
     /// Stack and times of the blocks' allocation, if they were traced.
     pub(super) born: Option<AllocSite>,
     pub(super) sum: Sum,
@@ -177,7 +177,7 @@ impl Group {
         paths.into_iter().map(holder).collect()
     }
 
-    fn new(example: usize, kind: Kind, born: Option<AllocSite>) -> Self {
+    fn new(example: usize, kind: TypeOrSize, born: Option<AllocSite>) -> Self {
         Self {
             sample: Sample::default(),
             idle_sample: Sample::default(),
@@ -191,7 +191,7 @@ impl Group {
     }
 
     /// Adds a block that was not lost via another one.
-    fn add(&mut self, bytes: u64, kind: &Kind, born: Option<AllocSite>) {
+    fn add(&mut self, bytes: u64, kind: &TypeOrSize, born: Option<AllocSite>) {
         self.sum.add(bytes);
         self.kind = self.kind.take().filter(|all| all == kind);
         if let (Some(all), Some(born)) = (&mut self.born, born) {
@@ -236,7 +236,7 @@ pub(super) fn judge(
     before: &HashSet<(u64, u64)>,
     (seen, known): (&TracedBlocks, &SymbolizedStacks),
     idle: Option<&IdlePages>,
-    kind: impl Fn(usize) -> Kind,
+    kind: impl Fn(usize) -> TypeOrSize,
 ) -> Judgement {
     let mut sums = Sums::default();
     (heap.in_doubt.iter()).for_each(|block| sums.in_doubt.add(block.size));
@@ -348,10 +348,10 @@ pub(super) struct Path {
 
 /// Returns the labels by which ways of holding a block are distinguished: the root's variable, and the kinds of the
 /// nearest holders. Repeated labels, as along a list, count once, and so do further blocks of the block's own kind.
-pub(super) fn way(block: usize, path: Path, kind: impl Fn(usize) -> Kind) -> Vec<String> {
-    let name = |of: &Kind| match of {
-        Kind::Type(name) => name.clone(),
-        Kind::Size(_) => String::new(),
+pub(super) fn way(block: usize, path: Path, kind: impl Fn(usize) -> TypeOrSize) -> Vec<String> {
+    let name = |of: &TypeOrSize| match of {
+        TypeOrSize::Type(name) => name.clone(),
+        TypeOrSize::Size(_) => String::new(),
     };
     let mut labels = vec![name(&kind(block))];
     let nearest = path.chain.into_iter().take(NEAREST);
@@ -405,18 +405,18 @@ pub(super) fn wanted_names<'a>(
 }
 
 /// Returns the question of --why about all blocks of a kind.
-pub(super) fn question(kind: &Kind) -> String {
+pub(super) fn question(kind: &TypeOrSize) -> String {
     match kind {
-        Kind::Type(name) => text::display_name(name),
-        Kind::Size(bytes) => bytes.to_string(),
+        TypeOrSize::Type(name) => text::display_name(name),
+        TypeOrSize::Size(bytes) => bytes.to_string(),
     }
 }
 
 /// Describes a block for people.
-pub(super) fn describe(kind: &Kind, block: &Block) -> String {
+pub(super) fn describe(kind: &TypeOrSize, block: &Block) -> String {
     match kind {
-        Kind::Type(name) => format!("{name} [{}]", block.size),
-        Kind::Size(bytes) => format!("[{bytes}]"),
+        TypeOrSize::Type(name) => format!("{name} [{}]", block.size),
+        TypeOrSize::Size(bytes) => format!("[{bytes}]"),
     }
 }
 
@@ -426,7 +426,7 @@ mod tests {
 
     #[test]
     fn what_is_shown_holds_most_bytes() {
-        let mut group = Group::new(0, Kind::Size(100), None);
+        let mut group = Group::new(0, TypeOrSize::Size(100), None);
         // 9 blocks in 10 are referenced by the cache, and the first one is not.
         (0..100_000).for_each(|block| group.sample.add(block));
         assert!((MAX_SAMPLE / 2..=MAX_SAMPLE).contains(&group.sample().count()));

@@ -41,7 +41,7 @@ use crate::process::smaps;
 
 pub use args::CopyArgs;
 pub use idle::Idle;
-use judge::{Judgement, Kind};
+use judge::{Judgement, TypeOrSize};
 pub use judge::{Sum, Sums, lost_blocks};
 pub use names::RootNames;
 use question::WhyQuery;
@@ -378,8 +378,8 @@ impl<'a> HeapAnalysis<'a> {
         let heap = &self.heap;
         let seen = &self.seen;
         let kind = |block: usize| match types.of_block(block) {
-            Some(named) => Kind::Type(named.name.clone()),
-            None => Kind::Size(seen.bytes(block, &heap.blocks()[block])),
+            Some(named) => TypeOrSize::Type(named.name.clone()),
+            None => TypeOrSize::Size(seen.bytes(block, &heap.blocks()[block])),
         };
         let known = SymbolizedStacks::of(seen, suppressions, settings.why, stacks)?;
         let idle = self.image.idle.as_ref();
@@ -495,7 +495,7 @@ impl<'a> HeapAnalysis<'a> {
     fn reachable(
         &self,
         group: &judge::Group,
-        kind: impl Fn(usize) -> Kind,
+        kind: impl Fn(usize) -> TypeOrSize,
         path: impl Fn(usize) -> judge::Path,
         chain: impl Fn(&judge::Holder) -> Chain,
         origin: Option<Origin>,
@@ -526,7 +526,7 @@ impl<'a> HeapAnalysis<'a> {
     fn chain(
         &self,
         holder: &judge::Holder,
-        kind: impl Fn(usize) -> Kind,
+        kind: impl Fn(usize) -> TypeOrSize,
         path: judge::Path,
         is_own: impl Fn(usize) -> bool,
     ) -> Chain {
@@ -548,7 +548,7 @@ impl<'a> HeapAnalysis<'a> {
     fn questions(
         &self,
         why: &[String],
-        kind: impl Fn(usize) -> Kind,
+        kind: impl Fn(usize) -> TypeOrSize,
         known: &SymbolizedStacks,
     ) -> Vec<(String, Vec<usize>)> {
         let heap = &self.heap;
@@ -564,7 +564,7 @@ impl<'a> HeapAnalysis<'a> {
                         let of = &heap.blocks()[block];
                         let traced = self.seen.bytes(block, of);
                         (sizes.contains(&of.size) || sizes.contains(&traced))
-                            && !(unnamed && matches!(kind(block), Kind::Type(_)))
+                            && !(unnamed && matches!(kind(block), TypeOrSize::Type(_)))
                     };
                     all().filter(is_it).collect()
                 };
@@ -585,7 +585,7 @@ impl<'a> HeapAnalysis<'a> {
                 };
                 let is_it = |&block: &usize| {
                     let bytes = heap.blocks()[block].size;
-                    matches!(kind(block), Kind::Type(of) if question::is_named(&name, &of, bytes))
+                    matches!(kind(block), TypeOrSize::Type(of) if question::is_named(&name, &of, bytes))
                         || by_it(block)
                 };
                 all().filter(is_it).collect()
@@ -600,7 +600,7 @@ impl<'a> HeapAnalysis<'a> {
         &self,
         question: &str,
         blocks: &[usize],
-        kind: impl Fn(usize) -> Kind,
+        kind: impl Fn(usize) -> TypeOrSize,
         path: impl Fn(usize) -> judge::Path,
     ) -> Why {
         let heap = &self.heap;

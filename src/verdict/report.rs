@@ -9,7 +9,7 @@ use crate::run::losses::Losses;
 use crate::stacks::named::{NamedStack, StackText};
 use serde::Serialize;
 
-use super::judge::{Group, Kind, Sum, Sums};
+use super::judge::{Group, Sum, Sums, TypeOrSize};
 
 /// The verdict on a process: its blocks by class.
 #[derive(Debug, Serialize)]
@@ -259,10 +259,10 @@ pub struct What {
 
 impl What {
     /// Returns the kind that all blocks of a row have. None means several kinds.
-    pub(super) fn of(kind: Option<&Kind>) -> Self {
+    pub(super) fn of(kind: Option<&TypeOrSize>) -> Self {
         let (name, size_bytes) = match kind {
-            Some(Kind::Type(name)) => (Some(text::escape(name).into_owned()), None),
-            Some(Kind::Size(bytes)) => (None, Some(*bytes)),
+            Some(TypeOrSize::Type(name)) => (Some(text::escape(name).into_owned()), None),
+            Some(TypeOrSize::Size(bytes)) => (None, Some(*bytes)),
             None => (None, None),
         };
         Self { name, size_bytes }

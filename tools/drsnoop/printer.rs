@@ -26,7 +26,7 @@ use memtools::stacks::named::{NamedStack, StackIds};
 use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::{event, reclaim_kind};
-use crate::row::{Columns, Kind, Row};
+use crate::row::{Columns, ReclaimReason, Row};
 use crate::summary::Summary;
 
 /// Families that --export writes.
@@ -142,8 +142,8 @@ impl<'a> Printer<'a> {
                 ),
                 uid: event.uid,
                 kind: match event.kind {
-                    reclaim_kind::RECLAIM_MEMCG => Kind::Memcg,
-                    _ => Kind::Direct,
+                    reclaim_kind::RECLAIM_MEMCG => ReclaimReason::Memcg,
+                    _ => ReclaimReason::Direct,
                 },
                 latency_ns: event.latency_ns,
                 reclaimed_pages: event.reclaimed_pages,

@@ -62,14 +62,14 @@ impl Columns {
 /// Reason of a reclaim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Kind {
+pub(crate) enum ReclaimReason {
     /// The machine, or a node of it, was short of free memory.
     Direct,
     /// A memory cgroup was at its limit.
     Memcg,
 }
 
-impl Kind {
+impl ReclaimReason {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Direct => "direct",
@@ -85,7 +85,7 @@ pub(crate) struct Row {
     #[serde(flatten)]
     pub(crate) origin: Origin,
     pub(crate) uid: u32,
-    pub(crate) kind: Kind,
+    pub(crate) kind: ReclaimReason,
     pub(crate) latency_ns: u64,
     pub(crate) reclaimed_pages: u64,
     /// Free memory of the machine at the beginning of the reclaim; at the moment of printing where the BPF program
@@ -138,7 +138,11 @@ impl output::Row for Row {
         }
         if columns.extended {
             // "memcg" is the shorter of the two kinds.
-            let width = if self.kind == Kind::Memcg { 7 } else { 6 };
+            let width = if self.kind == ReclaimReason::Memcg {
+                7
+            } else {
+                6
+            };
             let cgroup = origin
                 .cgroup_info
                 .as_ref()
@@ -184,7 +188,7 @@ mod tests {
                 cgroup_info: Some(CgroupInfo::at(Some("/db.service/worker".into()))),
             },
             uid: 1000,
-            kind: Kind::Memcg,
+            kind: ReclaimReason::Memcg,
             latency_ns: 30_695_000,
             reclaimed_pages: 38,
             free_kb: Some(176_604),

@@ -9,7 +9,7 @@ use memtools::print::output;
 use memtools::process::container::{self, CgroupInfo};
 use serde::Serialize;
 
-use crate::row::{Kind, Row};
+use crate::row::{ReclaimReason, Row};
 
 /// Maximum number of tasks with sums of their own, so that a storm of processes takes no more memory.
 const MAX_TASKS: usize = 10_000;
@@ -29,7 +29,7 @@ pub(crate) struct Summary {
 }
 
 /// Process, its name and cgroup, and the kind of reclaim.
-type Key = (u32, String, Option<String>, Kind);
+type Key = (u32, String, Option<String>, ReclaimReason);
 
 /// Row of the reclaims of one kind of a process.
 #[derive(Debug, Clone, Default, Serialize)]
@@ -41,7 +41,7 @@ pub(crate) struct SummaryRow {
     #[serde(flatten)]
     cgroup_info: Option<CgroupInfo>,
     /// None for the row of all other tasks.
-    kind: Option<Kind>,
+    kind: Option<ReclaimReason>,
     stalls: u64,
     stalled_ns: u64,
     /// Time that its tasks were stalled, in percent of the time of the trace. It exceeds 100 if several threads were
@@ -161,7 +161,7 @@ mod tests {
 
     use super::*;
 
-    fn stall(pid: u32, kind: Kind, milliseconds: u64) -> Row {
+    fn stall(pid: u32, kind: ReclaimReason, milliseconds: u64) -> Row {
         Row {
             origin: Origin {
                 time: "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time"),
@@ -197,9 +197,9 @@ mod tests {
     fn stalls_are_added_up_by_process_and_kind() {
         let mut summary = Summary::new(true);
         for _ in 0..3 {
-            summary.add(stall(7, Kind::Memcg, 20));
+            summary.add(stall(7, ReclaimReason::Memcg, 20));
         }
-        summary.add(stall(7, Kind::Direct, 5));
+        summary.add(stall(7, ReclaimReason::Direct, 5));
         assert_eq!(
             text(&summary.rows(Duration::from_secs(1))),
             "writer         7            3     60.00   6.0 %    memcg  db\n\
@@ -212,7 +212,7 @@ mod tests {
     fn all_but_the_longest_stalled_are_one_row() {
         let mut summary = Summary::new(false);
         for pid in 1..=23 {
-            summary.add(stall(pid, Kind::Direct, pid.into()));
+            summary.add(stall(pid, ReclaimReason::Direct, pid.into()));
         }
         let rows = summary.rows(Duration::from_secs(1));
         assert_eq!(rows.len(), SHOWN + 1);

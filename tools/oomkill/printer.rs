@@ -25,7 +25,7 @@ use memtools::stacks::named::{NamedStack, StackIds};
 use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::{event, event_kind, oom_kind, task};
-use crate::row::{AlsoKilled, Kill, Kind, Victim};
+use crate::row::{AlsoKilled, Kill, LimitKind, Victim};
 use crate::victim_filter::VictimFilter;
 use crate::{candidates, row};
 
@@ -108,7 +108,10 @@ impl<'a> Printer<'a> {
             if event.event == event_kind::EVENT_KILL || self.alone {
                 let kill = self.kill(&event)?;
                 self.last = Some((event.tid, event.victim.pid));
-                self.record_metrics(&kill.victim, kill.kind.map_or("unknown", row::Kind::name));
+                self.record_metrics(
+                    &kill.victim,
+                    kill.kind.map_or("unknown", row::LimitKind::name),
+                );
                 self.output.row(&kill)?;
             } else if self.last != Some((event.tid, event.victim.pid)) {
                 let row = AlsoKilled {
@@ -147,10 +150,10 @@ impl<'a> Printer<'a> {
 
     fn kill(&mut self, event: &event) -> Result<Kill> {
         let kind = match event.kind {
-            oom_kind::OOM_GLOBAL => Some(Kind::Global),
-            oom_kind::OOM_MEMCG => Some(Kind::Memcg),
-            oom_kind::OOM_CPUSET => Some(Kind::Cpuset),
-            oom_kind::OOM_SYSRQ => Some(Kind::Sysrq),
+            oom_kind::OOM_GLOBAL => Some(LimitKind::Global),
+            oom_kind::OOM_MEMCG => Some(LimitKind::Memcg),
+            oom_kind::OOM_CPUSET => Some(LimitKind::Cpuset),
+            oom_kind::OOM_SYSRQ => Some(LimitKind::Sysrq),
             _ => None,
         };
         let limit_cgroup = self.limit_cgroup(event);
@@ -178,7 +181,7 @@ impl<'a> Printer<'a> {
                 .kb(event.limit_pages)
                 .filter(|&limit| limit < NO_LIMIT_KB),
             order: kind
-                .filter(|&kind| kind != Kind::Sysrq)
+                .filter(|&kind| kind != LimitKind::Sysrq)
                 .map(|_| event.order),
             gfp_flags: kind.map(|_| Gfp(event.gfp_flags)),
             loadavg: loadavg(),

@@ -18,7 +18,7 @@ use crate::candidates::Candidate;
 /// Kind of the limit that was reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Kind {
+pub(crate) enum LimitKind {
     /// The machine's memory is used up.
     Global,
     /// A memory cgroup is at its limit.
@@ -29,7 +29,7 @@ pub(crate) enum Kind {
     Sysrq,
 }
 
-impl Kind {
+impl LimitKind {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Global => "global",
@@ -67,7 +67,7 @@ pub(crate) struct Kill {
     pub(crate) victim: Victim,
     /// Total pages where memory ran out, with swap: of the machine, or of the limit.
     pub(crate) total_pages: Option<u64>,
-    pub(crate) kind: Option<Kind>,
+    pub(crate) kind: Option<LimitKind>,
     /// Cgroup that is at its limit. The id of the cgroup, which cgroups of version 1 lack, and the limit follow.
     pub(crate) limit_cgroup: Option<String>,
     pub(crate) limit_cgroup_id: Option<u64>,
@@ -141,7 +141,7 @@ impl Kill {
         writeln!(
             out,
             "    kind {}, cgroup {}, limit {}, order {}, gfp {}",
-            dash(self.kind.map(Kind::name)),
+            dash(self.kind.map(LimitKind::name)),
             dash(self.limit_cgroup.as_ref()),
             kilobytes(self.limit_kb),
             dash(self.order),
@@ -295,7 +295,7 @@ mod tests {
             truncated: None,
         };
         let kill = Kill {
-            kind: Some(Kind::Memcg),
+            kind: Some(LimitKind::Memcg),
             limit_cgroup: Some("/db.service".into()),
             limit_kb: Some(8192),
             order: Some(0),

@@ -87,13 +87,13 @@ const KERNEL: [&str; 6] = [
 
 /// Kind of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum PlanKind {
     Processes,
     Judged,
     Kernel,
 }
 
-impl Kind {
+impl PlanKind {
     fn knows(self, option: &str) -> bool {
         let lists: &[&[&str]] = match self {
             Self::Processes => &[&EVERY_PLAN, &PROCESSES, &REPORTS, &PROCESS_REPORTS],
@@ -185,7 +185,7 @@ mod tests {
             .get_arguments()
             .map(|arg| arg.get_id().as_str())
             .collect();
-        let plans = [Kind::Processes, Kind::Judged, Kind::Kernel];
+        let plans = [PlanKind::Processes, PlanKind::Judged, PlanKind::Kernel];
         for id in &ids {
             assert!(plans.iter().any(|plan| plan.knows(id)), "{id}");
         }

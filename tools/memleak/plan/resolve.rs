@@ -7,7 +7,7 @@ use memtools::parse::UsageError;
 use memtools::process::filter::FilterArgs;
 use memtools::run::target::TargetArgs;
 
-use super::known::Kind;
+use super::known::PlanKind;
 use super::{
     FunctionSettings, KernelPlan, MemorySettings, Moment, OutputSettings, Plan, ProcessPlan,
     Recording, ReportSettings, VerdictSettings, can_be_joined, subject,
@@ -33,28 +33,28 @@ impl Plan {
         expect_order_of_sizes(&args)?;
         expect_object_of_failure(&args)?;
         Ok(match kind {
-            Kind::Processes => Self::Processes(process_plan(args)?.into()),
-            Kind::Judged => {
+            PlanKind::Processes => Self::Processes(process_plan(args)?.into()),
+            PlanKind::Judged => {
                 let verdict = verdict_settings(&args)?;
                 Self::Judged(process_plan(args)?.into(), verdict)
             }
-            Kind::Kernel => Self::Kernel(kernel_plan(args)?.into()),
+            PlanKind::Kernel => Self::Kernel(kernel_plan(args)?.into()),
         })
     }
 }
 
-fn kind(args: &Args) -> Kind {
+fn kind(args: &Args) -> PlanKind {
     let are_processes_chosen = !args.pid.is_empty()
         || args.command.is_some()
         || args.name.is_some()
         || args.cgroup.is_some()
         || args.children;
     if args.verdict.verdict {
-        Kind::Judged
+        PlanKind::Judged
     } else if args.kernel.kernel.is_some() || !are_processes_chosen {
-        Kind::Kernel
+        PlanKind::Kernel
     } else {
-        Kind::Processes
+        PlanKind::Processes
     }
 }
 
