@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Duration after which a test hangs. It is that of more waits than a test has that fails ([`super::TIMEOUT`]).
+/// Time after which a test counts as one that hangs: three waits that fail ([`super::TIMEOUT`]), and more.
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// Exit status of the tests when one has hung.
