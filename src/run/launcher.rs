@@ -407,6 +407,7 @@ fn end_all(slots: &mut [Option<Running>]) {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
     use std::thread::JoinHandle;
 
     use super::*;
@@ -428,9 +429,11 @@ mod tests {
         (launcher.expect("a launcher"), served)
     }
 
-    fn next(launcher: &mut Launcher) -> Event {
+    /// Waits for the next event. Those that come with it are in `heard` then.
+    fn next(launcher: &mut Launcher, heard: &mut VecDeque<Event>) -> Event {
         loop {
-            if let Some(event) = launcher.events().pop() {
+            heard.extend(launcher.events());
+            if let Some(event) = heard.pop_front() {
                 return event;
             }
             assert!(!launcher.has_ended());
@@ -440,6 +443,7 @@ mod tests {
 
     #[test]
     fn a_child_is_started_for_a_process_and_heard() {
+        let mut heard = VecDeque::new();
         let (mut launcher, served) = launcher(2, "echo what $0 pid $1; printf rest; exit $0");
         for (slot, what, success) in [(1, 0, true), (0, 3, false)] {
             let request = Request {
@@ -448,9 +452,12 @@ mod tests {
                 pid: 37,
             };
             launcher.request(request);
-            let started = next(&mut launcher);
+            let started = next(&mut launcher, &mut heard);
             assert!(matches!(started, Event::Started { slot: at, .. } if at == slot));
-            assert_eq!(next(&mut launcher), Event::Ended { slot, success });
+            assert_eq!(
+                next(&mut launcher, &mut heard),
+                Event::Ended { slot, success }
+            );
             let expected = format!("what {what} pid 37\n").into_bytes();
             assert_eq!(launcher.lines(slot), [expected]);
             assert!(launcher.lines(1 - slot).is_empty() && launcher.lines(7).is_empty());
@@ -461,6 +468,7 @@ mod tests {
 
     #[test]
     fn a_slot_has_one_child_and_what_is_refused_has_ended() {
+        let mut heard = VecDeque::new();
         let (mut launcher, served) = launcher(1, "exec sleep 1000");
         let request = |slot, pid| Request { slot, what: 1, pid };
         launcher.request(request(0, 0));
@@ -468,9 +476,9 @@ mod tests {
             slot: 0,
             success: false,
         };
-        assert_eq!(next(&mut launcher), refused);
+        assert_eq!(next(&mut launcher, &mut heard), refused);
         launcher.request(request(0, 1));
-        let Event::Started { child, .. } = next(&mut launcher) else {
+        let Event::Started { child, .. } = next(&mut launcher, &mut heard) else {
             panic!("not started");
         };
         // Neither a second child nor another slot is there.
@@ -478,10 +486,10 @@ mod tests {
         launcher.request(request(9, 2));
         launcher.stop(9);
         launcher.stop(0);
-        assert_eq!(next(&mut launcher), refused);
+        assert_eq!(next(&mut launcher, &mut heard), refused);
         assert!(kill(Pid::from_raw(child.cast_signed()), None).is_err());
         launcher.request(request(0, 3));
-        let Event::Started { child, .. } = next(&mut launcher) else {
+        let Event::Started { child, .. } = next(&mut launcher, &mut heard) else {
             panic!("the slot is not free");
         };
         drop(launcher);
