@@ -168,13 +168,16 @@ impl HeapSnapshot {
 /// Numbers of groups, each with a block: the number of the first point at which it existed, and its own number.
 pub(super) type Newest = HashMap<u32, (u32, usize)>;
 
-/// Finds the newest reachable block of each of these groups.
+/// Finds the newest reachable block of each of these groups. A block of the last point alone is taken only if there is
+/// no other new one: it may still be in a register, and not yet where it will be held.
 pub(super) fn newest(reach: &Reach, followed: &[Followed], groups: &HashSet<u32>) -> Newest {
+    let last = followed.iter().map(|one| one.since).max();
+    let rank = |since: u32| (since > 0 && Some(since) < last, since);
     let mut newest = Newest::new();
     for (number, one) in followed.iter().enumerate() {
         let is_held = groups.contains(&one.group) && reach.class(number) > Class::Cycle;
         let known = newest.get(&one.group).map(|&(since, _)| since);
-        if is_held && known.is_none_or(|since| since < one.since) {
+        if is_held && known.is_none_or(|since| rank(since) < rank(one.since)) {
             newest.insert(one.group, (one.since, number));
         }
     }
