@@ -25,6 +25,7 @@ pub mod eh_frame;
 pub mod elf;
 pub mod elf_file;
 pub(crate) mod go_functions;
+pub mod instruction;
 pub mod limits;
 pub mod lines;
 pub mod probe_point;
@@ -34,4 +35,4 @@ pub mod symbols;
 pub mod wrappers;
 
 pub(crate) use arch::frame_at_call;
-pub use arch::{instruction, registers};
+pub use arch::registers;

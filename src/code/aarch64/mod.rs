@@ -7,7 +7,7 @@
 //! | `entry` | the instructions with which a function begins, and which of them a uprobe may be on |
 //! | `frame_at_call` | the frame that a function has when it calls another one: not known on arm64 |
 //! | `register_contents` | registers of a function's arguments |
-//! | [`instruction`] | the instruction at a place in a file |
+//! | `instruction` | instructions, as bytes of a file |
 //! | `jumps` | targets of jumps |
 //! | `pymalloc` | where CPython's allocator takes slots of its pools: not known on arm64 |
 //! | [`registers`] | the machine in ELF files, and its registers in unwind information |
@@ -15,7 +15,7 @@
 
 pub(super) mod entry;
 pub(crate) mod frame_at_call;
-pub mod instruction;
+pub(super) mod instruction;
 pub(super) mod jumps;
 pub(super) mod pymalloc;
 pub(super) mod register_contents;

@@ -6,7 +6,7 @@
 //! | `entry` | the instructions with which a function begins, and which of them a uprobe may be on |
 //! | `frame_at_call` | the frame that a function has when it calls another one |
 //! | `register_contents` | contents of registers while these instructions are executed |
-//! | [`instruction`] | the instruction at a place in a file |
+//! | `instruction` | instructions, as bytes of a file |
 //! | `jumps` | targets of jumps |
 //! | `pymalloc` | where CPython's allocator takes slots of its pools, and gives them back |
 //! | [`registers`] | the machine in ELF files, and its registers in unwind information |
@@ -14,7 +14,7 @@
 
 pub(super) mod entry;
 pub(crate) mod frame_at_call;
-pub mod instruction;
+pub(super) mod instruction;
 pub(super) mod jumps;
 pub(super) mod pymalloc;
 pub(super) mod register_contents;
