@@ -4,9 +4,9 @@
 use std::arch::asm;
 
 /// Bytes that are stored at once.
-const LINE: usize = 32;
+pub(super) const LINE: usize = 32;
 
-/// Copies bytes as `to.copy_from_slice(from)` does, but tells the caches that they are not read soon.
+/// Copies bytes as `to.copy_from_slice(from)` does, around the caches, as the bytes are not read soon.
 ///
 /// # Panics
 /// If the slices have different lengths.
@@ -55,31 +55,4 @@ pub(super) unsafe fn system_call(number: libc::c_long, arguments: [usize; 6]) ->
         );
     }
     result
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn all_bytes_arrive_wherever_they_begin_and_end() {
-        let from: Vec<u8> = (0..1009).map(|number| number as u8).collect();
-        for start in 0..LINE + 1 {
-            for length in [0, 1, 15, 31, 32, 33, 127, 128, 700] {
-                let mut to = vec![0xff; 1009];
-                copy_around_caches(&mut to[start..start + length], &from[..length]);
-                assert_eq!(
-                    to[start..start + length],
-                    from[..length],
-                    "{start}, {length}"
-                );
-                assert!(
-                    to[..start]
-                        .iter()
-                        .chain(&to[start + length..])
-                        .all(|&byte| byte == 0xff)
-                );
-            }
-        }
-    }
 }

@@ -233,6 +233,7 @@ mod tests {
 
     use super::super::crew::{Crew, Until};
     use super::*;
+    use crate::heap::capture::arch::LINE;
 
     #[test]
     fn pages_are_touched_only_if_the_advice_is_unknown() {
@@ -292,5 +293,27 @@ mod tests {
         assert_eq!(pieces(&[]), []);
         assert_eq!(pieces(&[4096, PIECE - 4096, 1, PIECE]), [0..2, 2..4]);
         assert_eq!(pieces(&[4096; RANGES + 1]), [0..RANGES, RANGES..RANGES + 1]);
+    }
+
+    #[test]
+    fn all_bytes_arrive_wherever_they_begin_and_end() {
+        let from: Vec<u8> = (0..1009).map(|number| number as u8).collect();
+        for start in 0..LINE + 1 {
+            for length in [0, 1, 15, LINE - 1, LINE, LINE + 1, 127, 128, 700] {
+                let mut to = vec![0xff; 1009];
+                arch::copy_around_caches(&mut to[start..start + length], &from[..length]);
+                assert_eq!(
+                    to[start..start + length],
+                    from[..length],
+                    "{start}, {length}"
+                );
+                assert!(
+                    to[..start]
+                        .iter()
+                        .chain(&to[start + length..])
+                        .all(|&byte| byte == 0xff)
+                );
+            }
+        }
     }
 }
