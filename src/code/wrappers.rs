@@ -1,8 +1,8 @@
 //! Functions that only pass a call on to another one.
 //!
 //! C++'s `operator new` in libstdc++ returns what `malloc` returned; mimalloc's `mi_free_size` jumps to its
-//! `mi_free`. Where the other function is probed, a probe on such a wrapper tells nothing more and costs as much
-//! again. But an `operator new` with an allocator of its own inside has to be probed. The code tells which is which:
+//! `mi_free`. Where the other function is probed, a probe on such a wrapper adds nothing and costs as much
+//! again. But an `operator new` with an allocator of its own inside has to be probed. The code shows which is which:
 //! all paths through a function are followed, and each has to go through the other function.
 
 pub use crate::code::arch::wrappers::{CallArguments, Calls};
@@ -28,7 +28,7 @@ pub enum Forwarded {
 /// Whether a function passes its calls on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Forwarding {
-    /// The function does not call the other one, as far as the code tells.
+    /// The function does not call the other one, as far as the code shows.
     Never,
     /// The function calls the other one on some paths, and returns without a call on others.
     Sometimes,

@@ -37,7 +37,7 @@ pub struct Store {
     pub url: String,
     /// File with the value of the header Authorization, or the token alone. None for no token.
     pub token_file: Option<PathBuf>,
-    /// File with the certificates of authorities. None for those of the system.
+    /// File with the certificates of authorities. None selects the certificates of the system.
     pub ca_file: Option<PathBuf>,
     /// Value of the header X-Scope-OrgID; empty for none.
     pub tenant: String,

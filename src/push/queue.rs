@@ -36,7 +36,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// Takes the profiles of a directory, whose limits are those of the queue.
+    /// Takes the profiles of a directory, with the limits of the queue.
     pub fn new(spool: Spool) -> Self {
         Self {
             spool,

@@ -1,6 +1,6 @@
 //! Process that starts tools for an agent which has given up its privileges.
 //!
-//! The launcher is forked before the agent drops its privileges, keeps those of tracing, and takes requests over a socket.
+//! The launcher is forked before the agent drops its privileges, keeps what tracing takes, and accepts requests over a socket.
 //! A request has eight bytes: what to start, in which slot, for which process. It has no program, no argument and no path:
 //! the launcher makes the command itself. So an agent that was taken over can have a fixed tool look at a process, as many
 //! at a time as there are slots, and nothing else. The launcher reads no other data than these bytes.
