@@ -38,9 +38,10 @@ pub(crate) fn tests() -> Vec<Trial> {
 /// tables of the running processes come on top.
 const MAPS_KIB: [u64; 2] = [5 << 10, 10 << 10];
 
-/// Most memory of the kernel for a tool before any event, in KiB, without stacks and with them: 11,912 KiB were
-/// seen, of which 2.1 MiB are for Python functions.
-const KERNEL_KIB: [u64; 2] = [5 << 10, 13 << 10];
+/// Most memory of the kernel for a tool before any event, in KiB, without stacks and with them: brkstack has
+/// 13,476 KiB on Linux 7.2, of which 4.8 MiB are the first table of stacks, 2 MiB the Python functions, and 1.4 MiB
+/// the slots of stacks that are being taken.
+const KERNEL_KIB: [u64; 2] = [5 << 10, 14 << 10];
 
 /// Starts a tool, waits until it says that it traces, and compares the memory that it has needed with the most.
 fn needs_no_more(tool: &str, args: &[&str], ready: &str) -> Result<()> {
@@ -53,9 +54,14 @@ fn needs_no_more(tool: &str, args: &[&str], ready: &str) -> Result<()> {
     };
     let mut running = Tool::start(tool, args)?;
     running.wait_for_stderr(ready)?;
-    let needed = running.peak_kib()? - own_file_kib(running.pid())?;
-    println!("{tool}: {needed} KiB");
-    ensure!(needed <= most_kib, "{tool} needs {needed} KiB");
+    // The tool maps more of its file meanwhile: the peak is read last.
+    let own_file = own_file_kib(running.pid())?;
+    let peak = running.peak_kib()?;
+    println!("{tool}: {peak} KiB, {own_file} KiB of them its own file");
+    ensure!(
+        (own_file..=own_file + most_kib).contains(&peak),
+        "{tool} needs {peak} KiB, {own_file} KiB of them its own file"
+    );
     let ended = running.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     Ok(())
