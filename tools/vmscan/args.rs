@@ -4,13 +4,10 @@ use std::time::Duration;
 
 use clap::{ArgGroup, Parser};
 use memtools::export::format::{self, FileFormat};
-use memtools::parse::{self, UsageError};
+use memtools::parse;
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::CommonArgs;
 use memtools::run::target::TargetArgs;
-
-/// Rows between headers on a terminal, from which the first header scrolls away.
-const TERMINAL_HEADER_EVERY: u64 = 20;
 
 /// Show time and events of page reclaim per second, with histograms.
 #[derive(Debug, Parser)]
@@ -105,31 +102,6 @@ pub(crate) struct Args {
     pub(crate) count: Option<u64>,
 }
 
-impl Args {
-    /// Refuses metrics in modes that have no rows to sum up.
-    pub(crate) fn check(&self) -> Result<(), UsageError> {
-        let modes = [
-            ("with --counts", self.counts),
-            ("with --trace-compaction", self.trace_compaction),
-        ];
-        match modes.iter().find(|(_, chosen)| *chosen) {
-            Some((mode, _)) => self.common.export.expect(mode, &[FileFormat::Perfetto]),
-            None => Ok(()),
-        }
-    }
-
-    /// Returns the number of rows between headers; None for only one header.
-    pub(crate) fn rows_per_header(&self, terminal: bool) -> Option<u64> {
-        let default = if terminal { TERMINAL_HEADER_EVERY } else { 0 };
-        Some(self.header_every.unwrap_or(default)).filter(|&rows| rows > 0)
-    }
-
-    /// Whether rows show the state of the zone.
-    pub(crate) fn wants_zone_state(&self) -> bool {
-        self.extended || self.common.json
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use memtools::run::cli;
@@ -147,15 +119,6 @@ mod tests {
             (args.interval, args.count),
             (Some(Duration::from_secs(10)), Some(6))
         );
-    }
-
-    #[test]
-    fn the_header_comes_again_on_a_terminal_or_when_asked_for() {
-        let rows = |line, terminal| parse(line).expect("valid").rows_per_header(terminal);
-        assert_eq!(rows("vmscan", true), Some(20));
-        assert_eq!(rows("vmscan", false), None);
-        assert_eq!(rows("vmscan --header-every 7", false), Some(7));
-        assert_eq!(rows("vmscan --header-every 0", true), None);
     }
 
     #[test]
@@ -177,13 +140,5 @@ mod tests {
             "--json --header-every 3",
             "--export f.svg",
         ]);
-        for (line, accepted) in [
-            ("vmscan --export f.prom --export f.pftrace", true),
-            ("vmscan --counts --export f.pftrace", true),
-            ("vmscan --counts --export f.prom", false),
-            ("vmscan --trace-compaction --export f.prom", false),
-        ] {
-            assert_eq!(parse(line).expect(line).check().is_ok(), accepted, "{line}");
-        }
     }
 }

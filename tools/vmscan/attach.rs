@@ -14,8 +14,8 @@ use memtools::process::filter::Filter;
 use memtools::run::skeleton::StackCapacity;
 use memtools::stacks::table;
 
-use crate::args::Args;
 use crate::bpf::{self, Loaded, Prepared};
+use crate::plan::{CompactionPlan, ReclaimPlan, Tables};
 use crate::report::Columns;
 
 /// Loaded programs, and their links.
@@ -68,7 +68,7 @@ impl AttachMethod {
 
 /// Calls `start` for raw tracepoints or for tracefs, until one works. The way that is exact on this kernel comes
 /// first; raw tracepoints cost less.
-fn in_best_way<T>(args: &Args, start: impl Fn(AttachMethod) -> Result<T> + Copy) -> Result<T> {
+fn in_best_way<T>(verbose: bool, start: impl Fn(AttachMethod) -> Result<T> + Copy) -> Result<T> {
     let by_tracefs = Variant::new("tracepoints", move || {
         kernel_support::preflight_tracepoints()?;
         start(AttachMethod::Tracefs)
@@ -79,29 +79,24 @@ fn in_best_way<T>(args: &Args, start: impl Fn(AttachMethod) -> Result<T> + Copy)
     } else {
         [raw, by_tracefs]
     };
-    let (_, started) = attach::first_that_works(args.common.verbose, ways)?;
+    let (_, started) = attach::first_that_works(verbose, ways)?;
     Ok(started)
 }
 
 /// Loads the programs, and attaches those whose tracepoints this kernel has.
-pub(crate) fn start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached> {
-    in_best_way(args, |way| try_start(args, filter, columns, way))
+pub(crate) fn start(plan: &ReclaimPlan, filter: &Filter, verbose: bool) -> Result<Attached> {
+    in_best_way(verbose, |way| try_start(plan, filter, way))
 }
 
 /// Loads the programs, and attaches those whose tracepoints this kernel has, in one way. A missing tracepoint makes
 /// its column empty, which a line on stderr reports.
-fn try_start(
-    args: &Args,
-    filter: &Filter,
-    columns: Columns,
-    way: AttachMethod,
-) -> Result<Attached> {
-    let skel = load(args, filter, way)?;
+fn try_start(plan: &ReclaimPlan, filter: &Filter, way: AttachMethod) -> Result<Attached> {
+    let skel = load(plan.tables, filter, way)?;
     let mut attaching = Attaching {
         way,
         links: Vec::new(),
     };
-    let available = Available::attach(&skel, columns, &mut attaching);
+    let available = Available::attach(&skel, plan.columns, &mut attaching);
     let Attaching { links, .. } = attaching;
     if links.is_empty() {
         bail!(
@@ -109,7 +104,7 @@ fn try_start(
              CONFIG_TRACEPOINTS, or does not permit BPF to use them"
         );
     }
-    available.print_missing_columns(columns);
+    available.print_missing_columns(plan.columns);
     Ok(Attached {
         skel,
         links,
@@ -118,19 +113,19 @@ fn try_start(
 }
 
 /// Loads the programs that sum up operations, and none of --counts or --trace-compaction.
-fn load(args: &Args, filter: &Filter, way: AttachMethod) -> Result<Loaded> {
+fn load(tables: Tables, filter: &Filter, way: AttachMethod) -> Result<Loaded> {
     let mut open = without_events(filter)?;
-    if args.by_cgroup {
+    if tables.by_cgroup {
         kernel_support::warn_if_no_reclaim_target();
     } else {
         shrink_unused_maps([&mut open.maps.cgroups])?;
     }
     shrink_unused_maps([&mut open.maps.compacting])?;
-    let with_cgroups = container::prepare(args.by_cgroup, &mut open.maps.cgroup_paths)?;
+    let with_cgroups = container::prepare(tables.by_cgroup, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_cgroups = with_cgroups;
-    options.by_shrinker = args.by_shrinker.into();
-    options.by_cgroup = args.by_cgroup.into();
+    options.by_shrinker = tables.by_shrinker.into();
+    options.by_cgroup = tables.by_cgroup.into();
     options.by_record = (way == AttachMethod::Tracefs).into();
     for mut program in open.open_object_mut().progs_mut() {
         let name = program.name().to_string_lossy();
@@ -238,10 +233,7 @@ impl Available {
         .filter_map(|(there, column)| (!there).then_some(column))
         .collect();
         if !missing.is_empty() {
-            eprintln!(
-                "vmscan: this kernel has no tracepoints for {}",
-                missing.join(", ")
-            );
+            memtools::message!("this kernel has no tracepoints for {}", missing.join(", "));
         }
     }
 }
@@ -253,15 +245,19 @@ pub(crate) struct Tracing {
 }
 
 /// Loads and attaches the programs that trace each compaction.
-pub(crate) fn start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing> {
+pub(crate) fn start_tracing_compaction(
+    plan: &CompactionPlan,
+    filter: &Filter,
+    verbose: bool,
+) -> Result<Tracing> {
     let way = Variant::new("raw tracepoints", || {
-        try_start_tracing_compaction(args, filter)
+        try_start_tracing_compaction(plan, filter)
     });
-    let (_, tracing) = attach::first_that_works(args.common.verbose, [way])?;
+    let (_, tracing) = attach::first_that_works(verbose, [way])?;
     Ok(tracing)
 }
 
-fn try_start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing> {
+fn try_start_tracing_compaction(plan: &CompactionPlan, filter: &Filter) -> Result<Tracing> {
     let Some(arguments) = kernel_support::tracepoint_arguments("mm_compaction_end")? else {
         bail!("this kernel has no tracepoints of compaction (CONFIG_COMPACTION)");
     };
@@ -271,14 +267,13 @@ fn try_start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing>
         _ => bail!("the arguments of mm_compaction_end are unknown: {arguments:?}"),
     };
     let programs = [end, "trace_compaction_zone", "trace_compaction_begin"];
-    let stacks = StackCapacity::of(table::INITIAL_EVENT_ENTRIES).if_wanted(args.kernel_stacks);
+    let stacks = StackCapacity::of(table::INITIAL_EVENT_ENTRIES).if_wanted(plan.kernel_stacks);
     let mut open = bpf::prepare(filter, stacks)?;
-    let wants_cgroups = args.containers.wanted(args.common.json);
-    let with_cgroups = container::prepare(wants_cgroups, &mut open.maps.cgroup_paths)?;
+    let with_cgroups = container::prepare(plan.with_cgroups, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_cgroups = with_cgroups;
-    options.with_kernel_stacks = args.kernel_stacks.into();
-    options.with_zone_state = args.wants_zone_state().into();
+    options.with_kernel_stacks = plan.kernel_stacks.into();
+    options.with_zone_state = plan.with_zone_state.into();
     let maps = &mut open.maps;
     shrink_unused_maps([&mut maps.calls, &mut maps.shrinking, &mut maps.cgroups])?;
     let mut skel = open.load_only(&programs)?;
@@ -296,8 +291,8 @@ pub(crate) struct Counting {
 }
 
 /// Loads and attaches the programs that count each of the tracepoints that this kernel has.
-pub(crate) fn start_counting(args: &Args, filter: &Filter) -> Result<Counting> {
-    in_best_way(args, |way| try_start_counting(filter, way))
+pub(crate) fn start_counting(filter: &Filter, verbose: bool) -> Result<Counting> {
+    in_best_way(verbose, |way| try_start_counting(filter, way))
 }
 
 fn try_start_counting(filter: &Filter, way: AttachMethod) -> Result<Counting> {
@@ -337,7 +332,7 @@ fn try_start_counting(filter: &Filter, way: AttachMethod) -> Result<Counting> {
     }
     if let Some(left_out @ [_, ..]) = wanted.get(counters..) {
         let left_out: Vec<&str> = left_out.iter().map(|(_, name)| &**name).collect();
-        eprintln!("vmscan: not counted: {}", left_out.join(", "));
+        memtools::message!("not counted: {}", left_out.join(", "));
     }
     Ok(Counting {
         skel,

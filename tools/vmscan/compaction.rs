@@ -23,16 +23,17 @@ use memtools::stacks::symbolize::KernelNames;
 use memtools::stacks::table::{MAX_EVENT_ENTRIES, Stacks};
 use serde::Serialize;
 
-use crate::args::Args;
 use crate::attach::Tracing;
 use crate::bpf::types::{compact_result as Status, compaction, fragmentation};
+use crate::plan::{CompactionPlan, Schedule};
 
 /// Value of the BPF program for a missing fragmentation index.
 const FRAGMENTATION_UNKNOWN: i32 = fragmentation::FRAGMENTATION_UNKNOWN.0.cast_signed();
 
 /// Prints compactions as they end, in the columns of BCC's compactsnoop.
 pub(crate) fn trace(
-    args: &Args,
+    plan: &CompactionPlan,
+    schedule: Schedule,
     filter: &Filter,
     tracing: Tracing,
     poller: Poller<'_>,
@@ -44,23 +45,21 @@ pub(crate) fn trace(
         output,
         clock: Clock::new(),
         stacks: Stacks::new(memtools::stack_maps!(skel), MAX_EVENT_ENTRIES)?,
-        cgroup_resolver: CgroupResolver::if_wanted(
-            args.containers.wanted(args.common.json),
-            &skel.maps.cgroup_paths,
-        ),
-        container: args.containers.container,
+        cgroup_resolver: CgroupResolver::if_wanted(plan.with_cgroups, &skel.maps.cgroup_paths),
+        container: plan.container,
         names: KernelNames::default(),
-        with_stacks: args.kernel_stacks,
-        extended: args.extended,
+        with_stacks: plan.kernel_stacks,
+        extended: plan.extended,
         told_of_state: false,
     };
     protect::protect_from_oom();
-    eprintln!("vmscan: tracing compaction, Ctrl-C to end");
-    let names = header(args.extended, args.containers.container);
+    memtools::message!("tracing compaction, Ctrl-C to end");
+    let names = header(plan.extended, plan.container);
     printer.output.header(&names)?;
     printer.output.flush()?;
-    let deadline = args.common.deadline();
-    events.follow(poller, deadline, links, |events| printer.print(events))?;
+    events.follow(poller, schedule.deadline(), links, |events| {
+        printer.print(events)
+    })?;
     Losses::report(skel.object(), filter, &mut printer.output)?;
     printer.output.finish()
 }
@@ -94,8 +93,8 @@ impl Printer<'_> {
             }
             if self.extended && row.state.lacks_pages() && !self.told_of_state {
                 self.told_of_state = true;
-                eprintln!(
-                    "vmscan: this kernel does not provide the watermarks of a zone: - is shown"
+                memtools::message!(
+                    "this kernel does not provide the watermarks of a zone: - is shown"
                 );
             }
             self.output.row(&row)?;

@@ -5,11 +5,11 @@ use memtools::export::metrics::Metrics;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
 
-use crate::args::Args;
 use crate::attach::Available;
 use crate::bpf::Loaded;
 use crate::kswapd;
 use crate::kswapd::ReportedTime;
+use crate::plan::ReclaimPlan;
 use crate::report::{Columns, Interval};
 use crate::totals::Totals;
 
@@ -27,13 +27,13 @@ pub(crate) struct Intervals<'a> {
 }
 
 impl<'a> Intervals<'a> {
-    pub(crate) fn new(args: &Args, skel: &'a Loaded, has: Available, columns: Columns) -> Self {
+    pub(crate) fn new(plan: &ReclaimPlan, skel: &'a Loaded, has: Available) -> Self {
         Self {
             skel,
             has,
-            columns,
+            columns: plan.columns,
             clock: Clock::new(),
-            rows_per_header: args.rows_per_header(args.common.is_terminal()),
+            rows_per_header: plan.rows_per_header,
             rows: 0,
             before: Totals::default(),
             booked: ReportedTime::default(),

@@ -10,6 +10,7 @@ mod compaction;
 mod counts;
 mod intervals;
 mod kswapd;
+mod plan;
 mod report;
 mod tables;
 mod totals;
@@ -33,7 +34,7 @@ use crate::args::Args;
 use crate::attach::{Attached, Counting};
 use crate::counts::CountReports;
 use crate::intervals::Intervals;
-use crate::report::Columns;
+use crate::plan::{Mode, Plan, ReclaimPlan, Schedule};
 
 memtools::skeleton!(
     "vmscan",
@@ -47,45 +48,60 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    args.check()?;
+    let plan = Plan::of(args)?;
+    let verbose = plan.common.verbose;
     kernel_support::preflight()?;
-    memtools::bpf::attach::capture_log(args.common.verbose);
-    let metrics = args
+    memtools::bpf::attach::capture_log(verbose);
+    let metrics = plan
         .common
         .export
-        .metrics(&totals::METRICS, &args.target.to_string())?;
-    let (mut poller, output) = args.common.start()?;
-    let mut target = Target::resolve(&args.target, TaskKind::All)?;
-    target::warn_if_interval_is_pid(args.interval, &args.target.filter.pid);
-    if args.trace_compaction {
-        let tracing = attach::start_tracing_compaction(&args, target.filter())?;
-        target.release()?;
-        target.watch_exit(&mut poller);
-        compaction::trace(&args, target.filter(), tracing, poller, output)?;
-    } else if args.counts {
-        let counting = attach::start_counting(&args, target.filter())?;
-        target.release()?;
-        target.watch_exit(&mut poller);
-        count(&args, target.filter(), counting, poller, output)?;
-    } else {
-        let columns = Columns {
-            kswapd: args.kswapd,
-            compaction: args.compaction,
-        };
-        let attached = attach::start(&args, target.filter(), columns)?;
-        target.release()?;
-        target.watch_exit(&mut poller);
-        let out = (output, metrics);
-        watch(&args, target.filter(), columns, attached, poller, out)?;
+        .metrics(&totals::METRICS, &plan.target.to_string())?;
+    let (mut poller, output) = plan.common.start()?;
+    let mut target = Target::resolve(&plan.target, TaskKind::All)?;
+    target::warn_if_interval_is_pid(plan.schedule.interval, &plan.target.filter.pid);
+    match &plan.mode {
+        Mode::Reclaim(reclaim) => {
+            let attached = attach::start(reclaim, target.filter(), verbose)?;
+            target.release()?;
+            target.watch_exit(&mut poller);
+            watch(
+                &plan,
+                reclaim,
+                target.filter(),
+                attached,
+                poller,
+                (output, metrics),
+            )?;
+        }
+        Mode::Compactions(compactions) => {
+            let tracing = attach::start_tracing_compaction(compactions, target.filter(), verbose)?;
+            target.release()?;
+            target.watch_exit(&mut poller);
+            let schedule = plan.schedule;
+            compaction::trace(
+                compactions,
+                schedule,
+                target.filter(),
+                tracing,
+                poller,
+                output,
+            )?;
+        }
+        Mode::Counts => {
+            let counting = attach::start_counting(target.filter(), verbose)?;
+            target.release()?;
+            target.watch_exit(&mut poller);
+            count(&plan, target.filter(), counting, poller, output)?;
+        }
     }
     target.finish()
 }
 
 /// Prints a row each interval, and the histograms and tables at the end.
 fn watch(
-    args: &Args,
+    plan: &Plan,
+    reclaim: &ReclaimPlan,
     filter: &Filter,
-    columns: Columns,
     attached: Attached,
     mut poller: Poller<'_>,
     (mut output, mut metrics): (Output, Metrics),
@@ -95,21 +111,26 @@ fn watch(
         links,
         available,
     } = attached;
-    let mut intervals = Intervals::new(args, &skel, available, columns);
+    let mut intervals = Intervals::new(reclaim, &skel, available);
     protect::protect_from_oom();
-    privileges::keep_reporting(&args.target)?;
-    eprintln!("vmscan: tracing page reclaim, Ctrl-C to end");
-    output.header(&columns.header())?;
+    privileges::keep_reporting(&plan.target)?;
+    memtools::message!("tracing page reclaim, Ctrl-C to end");
+    output.header(&reclaim.columns.header())?;
     output.flush()?;
-    each_interval(args, &mut poller, Some(Duration::from_secs(1)), || {
-        intervals.print_next(&mut output)?;
-        intervals.record_metrics(&mut metrics);
-        losses::write_metrics(skel.object(), filter, &mut metrics)
-    })?;
+    each_interval(
+        plan.schedule,
+        &mut poller,
+        Some(Duration::from_secs(1)),
+        || {
+            intervals.print_next(&mut output)?;
+            intervals.record_metrics(&mut metrics);
+            losses::write_metrics(skel.object(), filter, &mut metrics)
+        },
+    )?;
     memtools::bpf::attach::detach(links);
     intervals.print_last(&mut output)?;
     intervals.record_metrics(&mut metrics);
-    tables::print(args, &skel, &mut output)?;
+    tables::print(reclaim.tables, &skel, &mut output)?;
     Losses::report(skel.object(), filter, &mut output)?;
     losses::finish_metrics(skel.object(), filter, metrics)?;
     output.finish()
@@ -117,7 +138,7 @@ fn watch(
 
 /// Prints the hits of tracepoints at each interval, or once at the end if there is no interval.
 fn count(
-    args: &Args,
+    plan: &Plan,
     filter: &Filter,
     counting: Counting,
     mut poller: Poller<'_>,
@@ -128,14 +149,17 @@ fn count(
         links,
         tracepoints,
     } = counting;
-    let mut reports = CountReports::new(&skel.maps.counts, &tracepoints, args.interval.is_some());
-    protect::protect_from_oom();
-    privileges::keep_reporting(&args.target)?;
-    eprintln!(
-        "vmscan: tracing {} tracepoints, Ctrl-C to end",
-        tracepoints.len()
+    let mut reports = CountReports::new(
+        &skel.maps.counts,
+        &tracepoints,
+        plan.schedule.interval.is_some(),
     );
-    let at_the_end = each_interval(args, &mut poller, None, || reports.print(&mut output))?;
+    protect::protect_from_oom();
+    privileges::keep_reporting(&plan.target)?;
+    memtools::message!("tracing {} tracepoints, Ctrl-C to end", tracepoints.len());
+    let at_the_end = each_interval(plan.schedule, &mut poller, None, || {
+        reports.print(&mut output)
+    })?;
     if at_the_end {
         reports.print(&mut output)?;
     }
@@ -146,13 +170,13 @@ fn count(
 
 /// Calls `report` at each interval until the run ends. Returns whether it ended between two intervals.
 fn each_interval(
-    args: &Args,
+    schedule: Schedule,
     poller: &mut Poller<'_>,
     default: Option<Duration>,
     mut report: impl FnMut() -> Result<()>,
 ) -> Result<bool> {
-    let interval = args.interval.or(default);
-    let mut reports = Reports::start(poller, interval, args.count, args.common.deadline())?;
+    let interval = schedule.interval.or(default);
+    let mut reports = Reports::start(poller, interval, schedule.count, schedule.deadline())?;
     loop {
         let (wake, due) = reports.wait(poller)?;
         if wake.tick || wake.report {

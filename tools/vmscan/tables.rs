@@ -9,15 +9,15 @@ use memtools::process::cgroup::Cgroups;
 use memtools::process::container::CgroupResolver;
 use memtools::stacks::kallsyms::Kallsyms;
 
-use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::{cgroup_key, cgroup_total, operation as Operation, shrinker_total};
+use crate::plan::Tables;
 use crate::report::{Cgroup, Shrinker, Timed};
 use crate::totals::{TIMED, Totals};
 
 /// Prints the histograms, and the tables that are requested.
-pub(crate) fn print(args: &Args, skel: &Loaded, output: &mut Output) -> Result<()> {
-    if !args.common.json {
+pub(crate) fn print(tables: Tables, skel: &Loaded, output: &mut Output) -> Result<()> {
+    if tables.spaced {
         output.raw(|out| writeln!(out))?;
     }
     let totals = Totals::read(&skel.maps.totals)?;
@@ -27,20 +27,20 @@ pub(crate) fn print(args: &Args, skel: &Loaded, output: &mut Output) -> Result<(
             output.row(&histogram::Named { name, buckets })?;
         }
     }
-    if args.by_shrinker {
+    if tables.by_shrinker {
         output.header(&Shrinker::header())?;
         for shrinker in read_shrinkers(&skel.maps.shrinkers)? {
             output.row(&shrinker)?;
         }
     }
-    if args.by_cgroup {
-        if args.by_shrinker {
+    if tables.by_cgroup {
+        if tables.by_shrinker {
             output.header("")?;
         }
-        output.header(&Cgroup::header(args.containers.container))?;
+        output.header(&Cgroup::header(tables.container))?;
         let mut cgroup_resolver = CgroupResolver::new(&skel.maps.cgroup_paths);
         for mut cgroup in read_cgroups(&skel.maps.cgroups, &mut cgroup_resolver)? {
-            cgroup.cgroup_info = cgroup.cgroup_info.filter(|_| args.containers.container);
+            cgroup.cgroup_info = cgroup.cgroup_info.filter(|_| tables.container);
             output.row(&cgroup)?;
         }
     }
