@@ -9,7 +9,7 @@
  * anchor. No symbol is needed.
  *
  * Memory of the process may hold anything: a chain is followed for a limited number of steps, and
- * an object is taken for a code object only if its type says so.
+ * an object is treated as a code object only if its type says so.
  */
 #ifndef MEMTOOLS_PYTHON_BPF_H
 #define MEMTOOLS_PYTHON_BPF_H

@@ -13,7 +13,7 @@
 #include "return_probe.bpf.h"
 #include "stack_python.bpf.h"
 
-/* A frame record farther from the stack pointer than this is taken for a stray value. */
+/* A frame record farther from the stack pointer than this is treated as a stray value. */
 #define STACK_MAX_FRAME_BYTES (16 << 20)
 
 /* Steps of a walk, in rounds. A frame may take a second step, for a return probe. */

@@ -2,7 +2,7 @@
 //!
 //! To find the BTF id of a function, libbpf reads the kernel's whole BTF: two copies for a moment, 9 MB, more than
 //! all other memory of a tool. But a tool walks all types anyway ([`btf_subset`]). libbpf needs nothing more if a
-//! handler of the program's section tells it the id.
+//! handler of the program's section passes the id to it.
 //!
 //! [`btf_subset`]: crate::bpf::btf_subset
 

@@ -256,7 +256,7 @@ pub fn address(segments: &[CodeSegment], file_offset: u64) -> Option<u64> {
     })
 }
 
-/// The first bytes of an ELF header that tell its class and machine.
+/// The first bytes of an ELF header that hold its class and machine.
 const HEADER_BYTES: usize = 20;
 
 /// Whether the program is for this machine's own 64-bit architecture.

@@ -26,7 +26,7 @@ const MAX_PATH: usize = 4096;
 /// A place in the source that an instruction was made from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceLine {
-    /// The function, if the DWARF tells it: mangled as it is read, demangled and escaped in a stack.
+    /// The function, if the DWARF has it: mangled as it is read, demangled and escaped in a stack.
     pub function: Option<String>,
     /// The path of the source file, as the compiler was given it; escaped in a stack.
     pub file: Option<String>,

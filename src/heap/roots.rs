@@ -75,7 +75,7 @@ impl RootPlace {
     /// Rank of memory that is no variable. Stacks and registers have higher ranks.
     pub(super) const RANK_OF_OTHERS: u8 = 2;
 
-    /// Returns how well a place says who holds a block, with the best place first. From two chains of the same
+    /// Returns how well a place says who holds a block, with the best place first. Of two chains of the same
     /// length, the one from the better place is reported.
     pub fn rank(&self) -> u8 {
         match self {

@@ -136,7 +136,7 @@ impl KillFinder {
         let escaped = |text: &str| Some(text::escape(text).into_owned());
         let (constraint, _) = fields.split_once(',').unwrap_or((fields, ""));
         self.constraint = escaped(constraint);
-        // The names of cgroups can contain commas, but hardly the names of fields.
+        // Names of cgroups can contain commas; names of fields do not.
         let after = |name: &str| fields.split_once(name).map(|(_, rest)| rest);
         let until =
             |text: &str, name: &str| text.split_once(name).and_then(|(path, _)| escaped(path));

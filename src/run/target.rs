@@ -230,7 +230,7 @@ pub fn warn_if_interval_is_pid(interval: Option<Duration>, named: &[u32]) {
     if let Some(pid) = interval.and_then(|interval| meant_pid(interval, named)) {
         let pids: Vec<String> = named.iter().chain([&pid]).map(u32::to_string).collect();
         crate::message!(
-            "{pid} is taken for the seconds between reports; to trace process {pid}: -p {}",
+            "{pid} is used as the seconds between reports; to trace process {pid}: -p {}",
             pids.join(",")
         );
     }

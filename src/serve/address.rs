@@ -19,7 +19,7 @@ use crate::parse::UsageError;
 use crate::print::file_name::FileName;
 use crate::print::text;
 
-/// Prefix of a path on the command line, which tells it from an address.
+/// Prefix of a path on the command line, which distinguishes it from an address.
 const UNIX: &str = "unix:";
 
 /// Options of tools that serve their reports.

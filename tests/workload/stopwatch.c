@@ -3,7 +3,7 @@
  * stopwatch WHAT COUNT: a process that a tool stops, and that measures for how long. WHAT is
  *
  *	tables   COUNT GB of address space are mapped to the zero page: there are page tables, and
- *	         hardly any memory
+ *	         almost no memory
  *	threads  there are COUNT threads
  *	memory   COUNT MB are written
  *

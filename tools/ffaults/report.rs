@@ -139,7 +139,7 @@ impl<'a> Report<'a> {
                 pid: key.pid,
                 comm: text::from_c(&key.comm),
             };
-            // Files of the same name are counted together, unless whole paths tell them apart.
+            // Files of the same name are counted together, unless whole paths distinguish them.
             let sum = sums.entry(key).or_default();
             sum.faults += value.faults;
             sum.major += value.major;

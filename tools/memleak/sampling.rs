@@ -19,7 +19,7 @@ const DEVIATIONS: f64 = 1.96;
 
 /// Distance in bytes that levels begin from, unless `--sample-bytes` gives one. Most blocks are larger.
 const LEVEL_BYTES: u32 = 16;
-/// Largest distance of a level, in bytes. Hardly anything is recorded from there on.
+/// Largest distance of a level, in bytes. Beyond it, almost nothing is recorded.
 const FARTHEST: u64 = 512 << 10;
 
 /// The mean distance in bytes between records, by level.

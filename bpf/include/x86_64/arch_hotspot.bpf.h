@@ -2,7 +2,7 @@
 /*
  * Layout of the frames of HotSpot's generated code on the stack of x86-64, and beginnings of its
  * functions. A page fault after the interpreter has entered a function, and before the function has
- * its frame, is taken for one of its caller, whose frame pointer is still in the register.
+ * its frame, is attributed to its caller, whose frame pointer is still in the register.
  */
 #ifndef MEMTOOLS_ARCH_HOTSPOT_BPF_H
 #define MEMTOOLS_ARCH_HOTSPOT_BPF_H

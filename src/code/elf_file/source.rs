@@ -11,7 +11,7 @@ pub trait Source {
     /// Returns the number of bytes.
     ///
     /// # Errors
-    /// If the kernel does not tell it.
+    /// If the kernel does not provide it.
     fn length(&self) -> io::Result<u64>;
     /// Fills the buffer with the bytes from `offset` on.
     ///

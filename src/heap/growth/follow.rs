@@ -1,7 +1,7 @@
 //! Blocks followed from image to image and added up by type: the number of blocks at each point, and how many of them
 //! stayed.
 //!
-//! A block of the same address and size in two images is taken for the same block. This is wrong if the block was
+//! Blocks of the same address and size in two images are treated as the same block. This is wrong if the block was
 //! freed and its place given to another of that size: so survival is an upper bound.
 
 use std::collections::HashMap;

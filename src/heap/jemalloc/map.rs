@@ -74,7 +74,7 @@ impl Layout {
     }
 
     /// Returns the first leaf below an entry of the first table. Most words of a program's data lead to other memory than
-    /// tables: one entry tells them from tables, and costs little.
+    /// tables: reading one entry distinguishes them from tables.
     fn first_leaf(self, image: &Image, entry: u64, fuel: &mut Fuel) -> Option<u64> {
         if self.inner_bits.is_none() {
             return Some(entry);

@@ -293,7 +293,7 @@ impl<'a> Parser<'a> {
 
     fn add(&mut self, node: Node<'a>) -> Id {
         self.nodes.push(node);
-        // Longer texts than 4 GB are not read.
+        // Texts longer than 4 GB are not read.
         (self.nodes.len() - 1) as Id
     }
 

@@ -90,7 +90,7 @@ impl Held {
         Some(STARTED.saturating_sub(since.elapsed().saturating_sub(waited)))
     }
 
-    /// Detaches the programs at mmap(2), as the command has started. When it calls exec, another program starts, which
+    /// Detaches the programs at mmap(2), because the command has started. When it calls exec, another program starts, which
     /// is stopped again.
     pub(super) fn detach_mmap(&mut self) {
         self.went_on = None;

@@ -108,7 +108,7 @@ fn a_compaction_shows_the_zone_and_who_asked() -> Result<()> {
         after.display()
     );
     let mut rows = 0;
-    // In a zone that is in use, the free pages hardly ever stay the same, so this is repeated.
+    // In a zone that is in use, the number of free pages rarely stays the same, so this is repeated.
     harness::eventually("a zone is left as it was", || {
         let ended = start(&["--trace-compaction", "-Kj", "-c", &command])?.wait()?;
         let objects = ended.objects()?;

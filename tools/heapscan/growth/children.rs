@@ -37,7 +37,7 @@ impl Children {
         }
     }
 
-    /// Looks, unless it is too early for that.
+    /// Looks at the children, unless the last look was recent.
     pub(super) fn look_if_due(&mut self) {
         if Instant::now() >= self.next {
             self.look();
