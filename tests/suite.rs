@@ -693,6 +693,27 @@ fn what_users_read_has_standard_terms() {
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }
 
+/// `message!` names the tool, and a closed stderr ends no run.
+#[test]
+fn messages_are_printed_in_one_place() {
+    let mut wrong = Vec::new();
+    for file in rust_files() {
+        let path = file.strip_prefix(ROOT).expect("a path below the root");
+        let of_a_tool = path.starts_with("src") || path.starts_with("tools");
+        if !of_a_tool || path.ends_with("tests.rs") {
+            continue;
+        }
+        let text = fs::read_to_string(&file).expect("a source file");
+        if code(&text).contains("eprint") {
+            wrong.push(path.display().to_string());
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "{wrong:?} print without `message!` or `note!`"
+    );
+}
+
 #[test]
 fn phrases_are_found_across_lines() {
     assert_eq!(

@@ -147,7 +147,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))
         .transpose()?;
     let links = software_event::attach(&skel.progs.page_fault, args.event())?;
-    eprintln!("faults: tracing page faults... Ctrl-C to end");
+    memtools::message!("tracing page faults... Ctrl-C to end");
     target.release()?;
 
     target.watch_exit(&mut poller);

@@ -52,7 +52,7 @@ pub fn capture_log(verbose: bool) {
         }
     }
     fn print(_level: PrintLevel, message: String) {
-        eprint!("{message}");
+        crate::note!("{}", message.trim_end());
     }
     if verbose {
         libbpf_rs::set_print(Some((PrintLevel::Debug, print)));

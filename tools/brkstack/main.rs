@@ -82,7 +82,7 @@ fn run(args: Args) -> Result<ExitCode> {
         tracepoints,
         functions,
     )?);
-    eprintln!("brkstack: tracing brk(2)... Ctrl-C to end");
+    memtools::message!("tracing brk(2)... Ctrl-C to end");
     target.release()?;
 
     target.watch_exit(&mut poller);

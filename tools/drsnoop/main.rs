@@ -83,7 +83,7 @@ fn run(args: Args) -> Result<ExitCode> {
     if !args.wants_stacks() {
         privileges::keep_reporting(&args.target)?;
     }
-    eprintln!("drsnoop: tracing direct reclaim ({how}), Ctrl-C to end");
+    memtools::message!("tracing direct reclaim ({how}), Ctrl-C to end");
     printer.begin()?;
     target.release()?;
     target.watch_exit(&mut poller);

@@ -175,8 +175,8 @@ impl<'a> Printer<'a> {
         }
         if !self.told_of_free {
             self.told_of_free = true;
-            eprintln!(
-                "drsnoop: free memory cannot be had from inside the kernel here: FREE(KB) is the value when the line is \
+            memtools::message!(
+                "free memory cannot be had from inside the kernel here: FREE(KB) is the value when the line is \
                  printed"
             );
         }

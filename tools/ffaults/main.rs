@@ -49,7 +49,7 @@ fn run(args: Args) -> Result<ExitCode> {
             details,
         },
     ) = attach::start(&args, target.filter())?;
-    eprintln!("ffaults: tracing page faults by {how}... Ctrl-C to end");
+    memtools::message!("tracing page faults by {how}... Ctrl-C to end");
     target.release()?;
 
     target.watch_exit(&mut poller);

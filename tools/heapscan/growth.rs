@@ -74,7 +74,7 @@ pub(crate) fn run(
     }
     if points < study.planned {
         let planned = study.planned;
-        eprintln!("heapscan: the verdict is based on {points} snapshots instead of {planned}");
+        memtools::message!("the verdict is based on {points} snapshots instead of {planned}");
     }
     let (growth, types) = study.rows(top);
     output.row(&growth)?;
@@ -118,8 +118,8 @@ fn await_end(
     let left = deadline.saturating_duration_since(Instant::now());
     match finished.recv_timeout(left) {
         Err(mpsc::RecvTimeoutError::Timeout) => {
-            eprintln!(
-                "heapscan: the last snapshot was not examined in time: what references new blocks is unknown"
+            memtools::message!(
+                "the last snapshot was not examined in time: what references new blocks is unknown"
             );
             Ok(())
         }

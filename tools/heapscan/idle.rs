@@ -20,7 +20,7 @@ pub(super) fn watch<'a>(
     poller.watch_exit(process);
     let watch = Watch::begin(process)?;
     let (pid, seconds) = (process.pid(), time.as_secs_f64());
-    eprintln!("heapscan: monitoring accesses of process {pid} for {seconds:.1} s");
+    memtools::message!("monitoring accesses of process {pid} for {seconds:.1} s");
     let deadline = Instant::now() + time;
     loop {
         let wake = poller.wait(Some(deadline))?;

@@ -52,8 +52,8 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
             attach::fentry_last_if_preemptible(variants.into()),
         );
         return started.inspect_err(|_| {
-            eprintln!(
-                "hfaults: without --thp, faults on reserved huge pages are counted; thp_fault_alloc in /proc/vmstat counts \
+            memtools::message!(
+                "without --thp, faults on reserved huge pages are counted; thp_fault_alloc in /proc/vmstat counts \
                  transparent huge pages of the whole machine"
             );
         });

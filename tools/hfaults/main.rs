@@ -63,10 +63,7 @@ fn run(args: Args) -> Result<ExitCode> {
             metrics,
         )
     };
-    eprintln!(
-        "hfaults: tracing {} ({how})... Ctrl-C to end",
-        args.traced_events()
-    );
+    memtools::message!("tracing {} ({how})... Ctrl-C to end", args.traced_events());
     target.release()?;
 
     target.watch_exit(&mut poller);

@@ -113,8 +113,8 @@ impl Difference {
         let Some(permitted) = permitted.filter(|permitted| self.grown > *permitted) else {
             return false;
         };
-        eprintln!(
-            "memleak: {} bytes more than in {}; --fail-on permits {permitted}",
+        memtools::message!(
+            "{} bytes more than in {}; --fail-on permits {permitted}",
             self.grown,
             self.earlier.name()
         );

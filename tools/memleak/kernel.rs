@@ -60,7 +60,7 @@ pub(crate) fn run(plan: &KernelPlan) -> Result<ExitCode> {
     let filter = plan.filter.resolve(None, TaskKind::All)?;
     check_cache(plan.cache.as_deref())?;
     let slabinfo = plan.by_cache.then(Slabinfo::read);
-    eprintln!("Attaching to kernel allocators, Ctrl+C to quit.");
+    memtools::note!("Attaching to kernel allocators, Ctrl+C to quit.");
     let server = listener.map(|listener| serve::start(listener, &plan.memory));
     let server = server.transpose()?;
     priority::raise();
@@ -137,7 +137,7 @@ impl Source for Kernel<'_> {
             if let Some(more) = self.attached.add_blocks()?
                 && self.plan.verbose
             {
-                eprintln!("memleak: added a map for {more} blocks");
+                memtools::message!("added a map for {more} blocks");
             }
             self.report_first_loss()?;
         }
@@ -215,12 +215,12 @@ impl Source for Kernel<'_> {
 
     fn print_remedies(&self, losses: &Losses) {
         if losses.entries > 0 {
-            eprintln!("memleak: {}", self.more_blocks());
+            memtools::message!("{}", self.more_blocks());
         }
         let unseen = self.attached.unseen_frees();
         if unseen > 0 {
-            eprintln!(
-                "memleak: {unseen} frees of memory that was allocated again were missed; other missed frees may look like \
+            memtools::message!(
+                "{unseen} frees of memory that was allocated again were missed; other missed frees may look like \
                  leaks"
             );
         }
@@ -241,8 +241,8 @@ impl Kernel<'_> {
     fn report_first_loss(&mut self) -> Result<()> {
         if !self.loses && self.attached.losses()?.entries > 0 {
             self.loses = true;
-            eprintln!(
-                "memleak: blocks are being lost, as their maps are full: {}; -z, -s and --cache track fewer",
+            memtools::message!(
+                "blocks are being lost, as their maps are full: {}; -z, -s and --cache track fewer",
                 self.more_blocks()
             );
         }

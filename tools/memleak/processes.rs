@@ -112,11 +112,11 @@ pub(crate) fn run(plan: &ProcessPlan, verdict: Option<&VerdictSettings>) -> Resu
     let mut reporter = Reporter::new(processes, &plan.report, output, files);
     // Readers of stderr take these lines as the sign that the trace has begun.
     for found in target.found() {
-        eprintln!("memleak: {found} ({})", attached.how);
+        memtools::message!("{found} ({})", attached.how);
     }
     if !target.is_fixed() {
-        eprintln!(
-            "memleak: other processes that run these files hit the probes, too: each malloc(3) and free(3) takes \
+        memtools::message!(
+            "other processes that run these files hit the probes, too: each malloc(3) and free(3) takes \
              microseconds longer there (with -p, and without --children, it does not)"
         );
     }
@@ -388,7 +388,7 @@ impl Source for Processes<'_> {
 
     fn print_remedies(&self, losses: &Losses) {
         if losses.entries > 0 {
-            eprintln!("memleak: more blocks can be recorded with a larger --mem-limit");
+            memtools::message!("more blocks can be recorded with a larger --mem-limit");
         }
         if losses.stacks > 0 {
             let remedy = if self.stacks.is_largest() {
@@ -396,17 +396,18 @@ impl Source for Processes<'_> {
             } else {
                 "for a moment, new stacks came faster than the table grows; later ones are recorded"
             };
-            eprintln!("memleak: stacks were lost: {remedy}");
+            memtools::message!("stacks were lost: {remedy}");
         }
         if self.plan.report.is_folded() && self.sets_exited_apart() {
             self.tell_what_exited_left();
         } else if let Some(rest) = self.exited_totals.rest()
             && !self.sets_exited_apart()
         {
-            eprintln!(
-                "memleak: {} bytes in {} allocations of exited processes are not shown: only the \
+            memtools::message!(
+                "{} bytes in {} allocations of exited processes are not shown: only the \
                  processes and stacks with most are kept",
-                rest.bytes, rest.allocations
+                rest.bytes,
+                rest.allocations
             );
         }
     }
@@ -487,8 +488,8 @@ impl<'a> Processes<'a> {
                 text::bytes(apart.bytes + rest.bytes),
                 text::count_with_noun(blocks, "block"),
             );
-            eprintln!(
-                "memleak: exited processes left {bytes} in {blocks}, which are not in the folded stacks: text and JSON \
+            memtools::message!(
+                "exited processes left {bytes} in {blocks}, which are not in the folded stacks: text and JSON \
                  show them"
             );
         }
@@ -507,8 +508,8 @@ impl<'a> Processes<'a> {
             && self.target.is_command
             && let Some(pid) = self.symbolizer.code.take_program_of_child()
         {
-            eprintln!(
-                "memleak: the command has started another program (pid {pid}), which is not traced: to trace it, too, \
+            memtools::message!(
+                "the command has started another program (pid {pid}), which is not traced: to trace it, too, \
                  give --children"
             );
         }
@@ -524,7 +525,7 @@ impl<'a> Processes<'a> {
         if let Some(more) = self.blocks.grow(blocks)?
             && self.plan.verbose
         {
-            eprintln!("memleak: the table of blocks has grown by {more}");
+            memtools::message!("the table of blocks has grown by {more}");
         }
         Ok(())
     }
@@ -539,7 +540,7 @@ impl<'a> Processes<'a> {
             allocations = self.read_blocks()?;
             if self.plan.verbose {
                 let time = start.elapsed();
-                eprintln!("memleak: {} blocks read in {time:.1?}", allocations.len());
+                memtools::message!("{} blocks read in {time:.1?}", allocations.len());
             }
         }
         allocations.extend(self.live_regions());

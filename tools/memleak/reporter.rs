@@ -132,7 +132,7 @@ impl<'a, S: Source> Reporter<'a, S> {
 
         let losses = self.source.losses()?;
         if losses.any() {
-            eprintln!("memleak: {losses}");
+            memtools::message!("{losses}");
         }
         self.source.print_remedies(&losses);
         Ok(())

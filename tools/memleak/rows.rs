@@ -164,13 +164,13 @@ pub(crate) struct DoubleFree {
     pub(crate) stack: NamedStack,
 }
 
-/// Text for stderr: a report on stdout has BCC's lines only.
+/// Message on stderr: a report on stdout has BCC's lines only.
 impl fmt::Display for DoubleFree {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let inside = self.process.as_ref().map(ProcessName::inside);
         writeln!(
             f,
-            "memleak: {:#x} was freed, and not for the first time,{} from stack",
+            "{:#x} was freed, and not for the first time,{} from stack",
             self.address,
             inside.unwrap_or_default()
         )?;
@@ -377,7 +377,7 @@ mod tests {
         };
         assert_eq!(
             freed.to_string(),
-            "memleak: 0x7f00 was freed, and not for the first time, from stack\n\t\tstack information lost\n"
+            "0x7f00 was freed, and not for the first time, from stack\n\t\tstack information lost\n"
         );
     }
 

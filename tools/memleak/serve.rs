@@ -14,7 +14,7 @@ use crate::sums::{StackKey, Totals};
 /// Begins to serve reports, by threads without privileges, and prints the address.
 pub(crate) fn start(listener: Listener, memory: &MemorySettings) -> Result<Server> {
     let server = Server::start(listener, memory.served_bytes(), privileges::keep_serving)?;
-    eprintln!("memleak: serving {}", server.address());
+    memtools::message!("serving {}", server.address());
     Ok(server)
 }
 

@@ -40,8 +40,8 @@ impl VerdictInputs {
     pub(crate) fn read(settings: &VerdictSettings) -> Result<Self> {
         let suppressions = Suppressions::read(&settings.suppressions)?;
         if suppressions.ignored() > 0 {
-            eprintln!(
-                "memleak: ignored {} suppressions that are not Memcheck:Leak entries",
+            memtools::message!(
+                "ignored {} suppressions that are not Memcheck:Leak entries",
                 suppressions.ignored()
             );
         }
@@ -163,7 +163,7 @@ fn follow<S: Source>(
             at_exit.release();
         }
         if wake.report {
-            eprintln!("memleak: the verdict is given when the command exits");
+            memtools::message!("the verdict is given when the command exits");
         }
         if wake.stop && is_ending {
             return Ok(leaks.unwrap_or_default());
@@ -230,7 +230,7 @@ fn judge<S: Source>(
     report.print(Sections::ALL, output)?;
     output.flush()?;
     if lost.any() {
-        eprintln!("memleak: {lost}");
+        memtools::message!("{lost}");
     }
     source.print_remedies(&lost);
     Ok(leaks)

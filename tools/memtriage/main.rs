@@ -216,7 +216,7 @@ fn status(worst: Level) -> ExitCode {
 fn first_look(by: RankBy) -> Result<Snapshot> {
     let look = Snapshot::now(by)?;
     if let Some(remark) = look.groups.remark() {
-        eprintln!("memtriage: {remark}");
+        memtools::message!("{remark}");
     }
     Ok(look)
 }

@@ -166,8 +166,8 @@ impl RankBy {
 fn say_that_cgroups_are_left_out() {
     static SAID: Once = Once::new();
     SAID.call_once(|| {
-        eprintln!(
-            "memtriage: only the first {MAX_GROUPS} cgroups of a version are read, in the order of their paths; see \
+        memtools::message!(
+            "only the first {MAX_GROUPS} cgroups of a version are read, in the order of their paths; see \
              another one with: memtriage --cgroup CGROUP"
         );
     });

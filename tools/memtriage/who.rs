@@ -107,14 +107,14 @@ pub(crate) fn ask(
     }
     let left_out = asked.split_off(asked.len().min(MAX_TOOLS));
     if asked.is_empty() {
-        eprintln!(
-            "memtriage: nothing was found that stacks could explain, and no process grows by 1 MiB per second"
+        memtools::message!(
+            "nothing was found that stacks could explain, and no process grows by 1 MiB per second"
         );
         return Ok(());
     }
     for (question, rules) in left_out {
         let (rules, command) = (rules.join(", "), question.command());
-        eprintln!("memtriage: not run, after {MAX_TOOLS} others: {command} (for {rules})");
+        memtools::message!("not run, after {MAX_TOOLS} others: {command} (for {rules})");
     }
 
     let folder = tempfile::tempdir().context("failed to create a directory for profiles")?;
@@ -124,10 +124,7 @@ pub(crate) fn ask(
         .map(|(number, (question, _))| Run::start(question, &folder, number))
         .collect();
     let commands: Vec<String> = asked.iter().map(|(one, _)| one.command()).collect();
-    eprintln!(
-        "memtriage: running {}; Ctrl-C to end",
-        commands.join(" and ")
-    );
+    memtools::message!("running {}; Ctrl-C to end", commands.join(" and "));
     let processes: Vec<Process> = started
         .iter()
         .flatten()

@@ -66,7 +66,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let mappings = stacks.begin(names)?;
     let mut tracer = Printer::new(&args, &skel, stacks, output, (exports, metrics));
     tracer.exports.begin();
-    eprintln!("mmapsnoop: tracing mmap(2)... Ctrl-C to end");
+    memtools::message!("tracing mmap(2)... Ctrl-C to end");
     tracer.output.header(&tracer.columns.header())?;
     tracer.output.flush()?;
     target.release()?;

@@ -93,7 +93,7 @@ fn run(args: Args) -> Result<ExitCode> {
     if !args.wants_stacks() {
         privileges::keep_reporting(&args.target)?;
     }
-    eprintln!("oomkill: tracing OOM kills ({how}), Ctrl-C to end");
+    memtools::message!("tracing OOM kills ({how}), Ctrl-C to end");
     target.release()?;
     target.watch_exit(&mut poller);
     if printer.metrics.is_enabled() {

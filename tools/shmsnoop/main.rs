@@ -101,7 +101,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     let clock = Clock::new();
-    eprintln!("shmsnoop: tracing shmget(2), shmat(2), shmdt(2), shmctl(2)... Ctrl-C to end");
+    memtools::message!("tracing shmget(2), shmat(2), shmdt(2), shmctl(2)... Ctrl-C to end");
     output.header(&columns.header())?;
     output.flush()?;
     target.release()?;

@@ -39,7 +39,7 @@ pub(crate) fn zswap(args: &Args) -> Result<Option<Zswap>> {
         return Ok(None);
     }
     if !kernel_support::btf_has_name(ZSWAP) {
-        eprintln!("swapin: this kernel has no {ZSWAP} (6.6 and later, with CONFIG_ZSWAP)");
+        memtools::message!("this kernel has no {ZSWAP} (6.6 and later, with CONFIG_ZSWAP)");
         return Ok(None);
     }
     let result = kernel_support::function_result(ZSWAP)?;
@@ -61,8 +61,8 @@ pub(crate) fn start(
     filter: &Filter,
 ) -> Result<(&'static str, Attached)> {
     if args.latency && shared().is_none() {
-        eprintln!(
-            "swapin: this kernel has no {} for kprobes: HELD(ms) is without shared memory",
+        memtools::message!(
+            "this kernel has no {} for kprobes: HELD(ms) is without shared memory",
             SHARED[0]
         );
     }
@@ -83,8 +83,8 @@ pub(crate) fn start(
         attach::fentry_last_if_preemptible(variants.into()),
     );
     started.inspect_err(|_| {
-        eprintln!(
-            "swapin: `faults --by-process -M` counts major faults, which include swap-ins; pswpin in /proc/vmstat counts \
+        memtools::message!(
+            "`faults --by-process -M` counts major faults, which include swap-ins; pswpin in /proc/vmstat counts \
              the pages of the whole machine"
         );
     })

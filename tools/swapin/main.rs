@@ -46,7 +46,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let (how, Attached { skel, links }) = attach::start(&args, zswap, target.filter())?;
     let mut report = Report::new(&args, &skel, zswap.is_some());
     protect::protect_from_oom();
-    eprintln!("swapin: tracing swap ins ({how})... Ctrl-C to end");
+    memtools::message!("tracing swap ins ({how})... Ctrl-C to end");
     target.release()?;
 
     target.watch_exit(&mut poller);

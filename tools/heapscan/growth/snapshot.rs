@@ -213,7 +213,7 @@ pub(super) fn lost(look: &HeapSnapshot, reach: &Reach) -> Option<HashSet<BlockId
     if !lost.is_empty()
         && let Err(unknown) = verdict::expect_readable(&look.image)
     {
-        eprintln!("heapscan: {unknown:#}");
+        memtools::message!("{unknown:#}");
         return None;
     }
     Some(lost)

@@ -135,8 +135,8 @@ impl Watcher {
         study.add(&look);
         let schedule = Schedule::new(self.wanted, look.image.paused, self.begin.elapsed());
         study.planned = schedule.images() as usize;
-        eprintln!(
-            "heapscan: process {pid} is monitored for {:.1} s, in {} snapshots",
+        memtools::message!(
+            "process {pid} is monitored for {:.1} s, in {} snapshots",
             self.wanted.as_secs_f64(),
             study.planned
         );
@@ -172,7 +172,7 @@ impl Watcher {
     fn take_or_tell(&self) -> Result<Option<HeapSnapshot>> {
         match HeapSnapshot::take(&self.request) {
             Err(error) if !self.request.process.exited() => {
-                eprintln!("heapscan: snapshot skipped: {error:#}");
+                memtools::message!("snapshot skipped: {error:#}");
                 Ok(None)
             }
             taken => taken,

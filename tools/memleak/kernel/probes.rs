@@ -76,13 +76,10 @@ pub(super) fn start(plan: &KernelPlan, filter: &Filter) -> Result<Attached> {
     }
     ways.push(way("tracepoints", Bulk::Unseen));
     let (way, attached) = attach::first_that_works(plan.verbose, ways)?;
-    eprintln!(
-        "memleak: tracing {} ({way})",
-        attached.tracepoints.join(", ")
-    );
+    memtools::message!("tracing {} ({way})", attached.tracepoints.join(", "));
     if kinds.slab && way == "tracepoints" {
-        eprintln!(
-            "memleak: this kernel has no hook for bulk frees, as by kfree_rcu(): such memory stays \
+        memtools::message!(
+            "this kernel has no hook for bulk frees, as by kfree_rcu(): such memory stays \
              in the reports until it is used again"
         );
     }
@@ -123,8 +120,8 @@ fn try_start(plan: &KernelPlan, filter: &Filter, bulk: Bulk) -> Result<Attached>
         capacities: block_capacities(&plan.memory)?,
     };
     if learns && !attached.learn()? {
-        eprintln!(
-            "memleak: cannot determine which objects the pages contain: caches are unknown, and pages \
+        memtools::message!(
+            "cannot determine which objects the pages contain: caches are unknown, and pages \
              of slab objects count twice"
         );
     }

@@ -71,8 +71,8 @@ impl CodeStops {
             if let Ok(process) = Process::open(pid) {
                 StoppedProcesses::wait_for_stop(&process);
                 if let Err(error) = code_copies::restore(&process, &code) {
-                    eprintln!(
-                        "memleak: failed to remove breakpoints from a copy of the code of process {pid}, which will \
+                    memtools::message!(
+                        "failed to remove breakpoints from a copy of the code of process {pid}, which will \
                          end by SIGTRAP: {error:#}"
                     );
                 }

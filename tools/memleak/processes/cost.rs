@@ -185,7 +185,7 @@ impl<'a> Cost<'a> {
         };
         output.row(&summary)?;
         output.flush()?;
-        eprintln!("memleak: probes: {summary}");
+        memtools::message!("probes: {summary}");
         Ok(())
     }
 }

@@ -183,7 +183,7 @@ impl Processes<'_> {
         if self.plan.report.is_json() {
             output.row(&freed)
         } else {
-            eprint!("{freed}");
+            memtools::message!("{}", freed.to_string().trim_end());
             Ok(())
         }
     }

@@ -234,8 +234,8 @@ impl LoadedFiles {
             let Some(file) = file.open() else { continue };
             let new = file.identity().is_ok_and(|identity| known.insert(identity));
             if new && let Ok(Some(object)) = objects::of_loaded(&file, false, functions) {
-                eprintln!(
-                    "memleak: {}: the process ended before it was probed, so that nothing of what it \
+                memtools::message!(
+                    "{}: the process ended before it was probed, so that nothing of what it \
                      allocated is known",
                     object.found()
                 );
@@ -305,7 +305,7 @@ struct Late {
 }
 
 fn print_probed(found: &str) {
-    eprintln!("memleak: {found}");
+    memtools::message!("{found}");
 }
 
 /// Whether a process is stopped by a signal. If we have stopped it, look_at_stopped() follows.

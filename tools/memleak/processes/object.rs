@@ -283,8 +283,8 @@ fn with_code(file: &MappedFile, found: Vec<elf::Function>) -> Vec<elf::Function>
     };
     let (usable, unusable): (Vec<_>, Vec<_>) = found.into_iter().partition(has_code);
     if let Some(first) = unusable.first() {
-        eprintln!(
-            "memleak: {} is not probed at {} (1 of {} such symbols): no instruction is there",
+        memtools::message!(
+            "{} is not probed at {} (1 of {} such symbols): no instruction is there",
             file.module(),
             text::escape(&first.name),
             unusable.len()
@@ -299,8 +299,8 @@ fn with_code(file: &MappedFile, found: Vec<elf::Function>) -> Vec<elf::Function>
 fn without_returns_to_go(file: &MappedFile, by_user: &mut Vec<Symbol<'_>>) {
     by_user.retain(|(symbol, signature)| {
         if signature.needs_return_probe() {
-            eprintln!(
-                "memleak: {} is not probed at {}, as it is Go's: its runtime moves stacks, which \
+            memtools::message!(
+                "{} is not probed at {}, as it is Go's: its runtime moves stacks, which \
                  return probes corrupt",
                 file.module(),
                 text::escape(&symbol.name)
@@ -350,8 +350,8 @@ fn without_wrappers<'a>(
             }
         };
         match calls.forwarding(symbol, passes, same) {
-            Forwarding::Always if settings.verbose => eprintln!(
-                "memleak: {} is not probed at {}, which only calls another of these functions",
+            Forwarding::Always if settings.verbose => memtools::message!(
+                "{} is not probed at {}, which only calls another of these functions",
                 file.module(),
                 symbol.name
             ),
@@ -359,7 +359,7 @@ fn without_wrappers<'a>(
             _ if signature.frees() && (frees_by_call.get() || calls.leaves_the_file(symbol)) => {
                 if settings.verbose {
                     let (module, name) = (file.module(), &symbol.name);
-                    eprintln!("memleak: {module}'s {name} may call another function that frees");
+                    memtools::message!("{module}'s {name} may call another function that frees");
                 }
                 kept.push((symbol, signature.as_wrapper()));
             }
@@ -398,14 +398,14 @@ fn place(
         let (module, name) = (file.module(), &symbol.name);
         let moved = place.and_then(|place| Some((place, signature.at(place)?)));
         let Some((place, signature)) = moved else {
-            eprintln!(
-                "memleak: {module}'s {name} is not probed: forked children of the target would crash on this \
+            memtools::message!(
+                "{module}'s {name} is not probed: forked children of the target would crash on this \
                  kernel"
             );
             continue;
         };
         if settings.verbose {
-            eprintln!("memleak: {module} is probed at {name}+{:#x}", place.offset);
+            memtools::message!("{module} is probed at {name}+{:#x}", place.offset);
         }
         let offset = symbol.file_offset + place.offset;
         functions.push(Function {

@@ -170,8 +170,8 @@ fn print_unloaded_functions(files: &[MappedFile], functions: &FunctionSettings) 
         };
         if !files.iter().any(there) {
             let (object, symbol) = (named.object.display(), &named.symbol);
-            eprintln!(
-                "memleak: no {symbol} in any {object} that the process runs now; it is probed once \
+            memtools::message!(
+                "no {symbol} in any {object} that the process runs now; it is probed once \
                  that is loaded"
             );
         }
@@ -220,6 +220,6 @@ pub(crate) fn warn_once(reason: &str) {
     static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
     if told.insert(reason.to_owned()) {
-        eprintln!("memleak: {reason}");
+        memtools::message!("{reason}");
     }
 }

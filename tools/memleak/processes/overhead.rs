@@ -46,8 +46,8 @@ impl<'a> Limit<'a> {
         if level == self.level {
             if !self.told_of_rest {
                 self.told_of_rest = true;
-                eprintln!(
-                    "memleak: {percent:.1} % of the target's CPU time, over the limit: what is left \
+                memtools::message!(
+                    "{percent:.1} % of the target's CPU time, over the limit: what is left \
                      is the cost of the probes, which no sampling lowers"
                 );
             }
@@ -57,8 +57,8 @@ impl<'a> Limit<'a> {
             .steer(steering::STEERING_LEVEL, level.into())
             .context("failed to raise sampling")?;
         self.level = level;
-        eprintln!(
-            "memleak: {percent:.1} % of the target's CPU time, over the limit: blocks are now recorded as \
+        memtools::message!(
+            "{percent:.1} % of the target's CPU time, over the limit: blocks are now recorded as \
              with --sample-bytes {}",
             self.sampling.distance(level)
         );
@@ -69,14 +69,14 @@ impl<'a> Limit<'a> {
     /// raised any further. Prints one, too, if the share is not known.
     pub(crate) fn tell(&self, percent: Option<f64>) {
         match percent {
-            Some(percent) if percent > self.percent => eprintln!(
-                "memleak: --max-overhead {} % was not kept over the whole trace: {percent:.1} % of \
+            Some(percent) if percent > self.percent => memtools::message!(
+                "--max-overhead {} % was not kept over the whole trace: {percent:.1} % of \
                  the target's CPU time",
                 self.percent
             ),
             Some(_) => {}
-            None => eprintln!(
-                "memleak: whether --max-overhead {} % was kept is not known: the target ended, or \
+            None => memtools::message!(
+                "whether --max-overhead {} % was kept is not known: the target ended, or \
                  used too little CPU time",
                 self.percent
             ),

@@ -65,8 +65,8 @@ impl Processes<'_> {
         self.renewal.last = Some((Instant::now(), begun.elapsed()));
         if self.plan.verbose {
             let took = begun.elapsed();
-            eprintln!(
-                "memleak: kept {count} stacks, in {took:.1?}, in a table of {}",
+            memtools::message!(
+                "kept {count} stacks, in {took:.1?}, in a table of {}",
                 self.stacks.entries()
             );
         }

@@ -97,7 +97,7 @@ impl Targets {
         }
         let noun = if pids.len() == 1 { "pid" } else { "pids" };
         let list: Vec<String> = pids.iter().map(u32::to_string).collect();
-        eprintln!("Attaching to {noun} {}, Ctrl+C to quit.", list.join(", "));
+        memtools::note!("Attaching to {noun} {}, Ctrl+C to quit.", list.join(", "));
         Self::new(processes, None, None, target)
     }
 

@@ -90,10 +90,11 @@ pub(super) fn at_peak(attached: &Attached) -> Result<Totals> {
     };
     let sum = Sum::of(&totals).total;
     if sum.bytes != peak.bytes {
-        eprintln!(
-            "memleak: {} bytes were outstanding, but the stacks have {}: threads allocated at the same time, or usage rose during the \
+        memtools::message!(
+            "{} bytes were outstanding, but the stacks have {}: threads allocated at the same time, or usage rose during the \
              measurement",
-            peak.bytes, sum.bytes
+            peak.bytes,
+            sum.bytes
         );
     }
     Ok(totals)

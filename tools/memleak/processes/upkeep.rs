@@ -32,7 +32,7 @@ pub(super) struct Upkeep<'a> {
     look_at: Instant,
     cost: Cost<'a>,
     limit: Option<Limit<'a>>,
-    /// Time at which a trace without hits says why that can be. None once the time is over.
+    /// Time at which a trace without hits says why that can be. None after that time.
     quiet_until: Option<Instant>,
     /// Whether the probes have been placed once more, as a process's main thread has ended.
     survives_main_thread: bool,
@@ -139,8 +139,8 @@ impl<'a> Upkeep<'a> {
         };
         self.survives_main_thread = true;
         self.detach();
-        eprintln!(
-            "memleak: the main thread of process {pid} has ended, and the probes with it: what the process allocated \
+        memtools::message!(
+            "the main thread of process {pid} has ended, and the probes with it: what the process allocated \
              and freed in up to {} ms is not known",
             loaded::PAUSE.as_millis()
         );
@@ -149,7 +149,7 @@ impl<'a> Upkeep<'a> {
             .probe_again(self.target, self.attached, &self.plan.functions)
         {
             Ok(links) => self.links = links,
-            Err(error) => eprintln!("memleak: nothing is traced any more: {error:#}"),
+            Err(error) => memtools::message!("nothing is traced any more: {error:#}"),
         }
     }
 
@@ -174,7 +174,7 @@ impl<'a> Upkeep<'a> {
         if self.quiet_until.is_some_and(is_over) {
             self.quiet_until = None;
             if self.attached.hits().count == 0 {
-                eprintln!("{}", self.target.why_quiet());
+                memtools::note!("{}", self.target.why_quiet());
             }
         }
     }

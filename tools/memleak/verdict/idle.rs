@@ -51,8 +51,8 @@ impl<'a> IdleWatch<'a> {
         };
         let watch = Watch::begin(process)?;
         let (pid, seconds) = (process.pid(), time.as_secs_f64());
-        eprintln!(
-            "memleak: monitoring accesses of process {pid} for the last {seconds:.1} s before a verdict"
+        memtools::message!(
+            "monitoring accesses of process {pid} for the last {seconds:.1} s before a verdict"
         );
         Ok(Some(Self {
             process,
