@@ -283,13 +283,15 @@ fn what_protected_memory_may_refer_to_is_not_judged() -> Result<()> {
 fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
     // Before heapscan has three images, it gives no verdict.
     let (workload, tool) = watch("unbounded", 7, 600, &["-j"])?;
+    // The examination has to keep pace with the clock.
+    ensure!(tool.nice()? == -10, "{}", tool.nice()?);
     tool.signal(Signal::SIGINT)?;
     let ended = tool.wait()?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
     ensure!(
         ended
             .stderr
-            .contains("snapshots are too few, growth requires 3"),
+            .contains(" too few, growth requires 3"),
         "{ended:?}"
     );
     // With three or more images, the verdict is based on those taken so far.

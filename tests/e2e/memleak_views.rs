@@ -277,11 +277,7 @@ fn memleak_is_raised_and_its_command_is_not() -> Result<()> {
     ensure!(ended.stdout.lines().any(|line| line == "0"), "{ended:?}");
     let workload = Workload::start("lives", &["churn", "7", "64", "1"])?;
     let tool = memleak::attach(&workload, &["-j", "60"])?;
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", tool.pid()))?;
-    let fields = stat.rsplit_once(')').context("no name")?.1;
-    // The nice value is field 19 of the line. The first field behind the name is field 3.
-    let nice = fields.split_whitespace().nth(16).context("no nice value")?;
-    ensure!(nice == "-10", "{stat}");
+    ensure!(tool.nice()? == -10, "{}", tool.nice()?);
     Ok(())
 }
 

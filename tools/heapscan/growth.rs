@@ -23,6 +23,7 @@ use memtools::heap::runtimes::Runtime;
 use memtools::print::output::Output;
 use memtools::process::container::ProcessName;
 use memtools::run::poll::Poller;
+use memtools::run::priority;
 
 use children::Children;
 use report::{GrowthRow, TypeRow};
@@ -51,6 +52,8 @@ pub(crate) fn run(
     output: &mut Output,
 ) -> Result<()> {
     let begin = Instant::now();
+    // The period ends by the clock: on a busy machine, an examination that waits for its turn has no result by then.
+    priority::raise();
     let process = request.process;
     poller.watch_exit(process);
     let mut children = Children::of(process.pid());
@@ -133,7 +136,11 @@ fn too_few(points: usize, has_exited: bool, pid: u32) -> anyhow::Error {
     } else {
         "it was ended early, or others took too long or were skipped".into()
     };
-    anyhow!("{points} snapshots are too few, growth requires {MIN_POINTS}: {why}; use more SECONDS")
+    let have = match points {
+        1 => "1 snapshot is".to_owned(),
+        _ => format!("{points} snapshots are"),
+    };
+    anyhow!("{have} too few, growth requires {MIN_POINTS}: {why}; use more SECONDS")
 }
 
 /// What was found until now.

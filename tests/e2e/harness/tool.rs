@@ -212,6 +212,15 @@ impl Tool {
         kib.parse().context("no number")
     }
 
+    /// Returns the nice value of the tool's main thread.
+    pub(crate) fn nice(&self) -> Result<i64> {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid()))?;
+        let fields = stat.rsplit_once(')').context("no name")?.1;
+        // The nice value is field 19 of the line. The first field behind the name is field 3.
+        let nice = fields.split_whitespace().nth(16).context("no nice value")?;
+        Ok(nice.parse()?)
+    }
+
     /// Waits until a line on stderr contains `text`, such as the line that says that the probes are live.
     pub(crate) fn wait_for_stderr(&mut self, text: &str) -> Result<()> {
         self.wait_for_any(&[text])
