@@ -35,6 +35,10 @@ pub(crate) const NOT_HERE: &[(&str, &str)] = &[
         "heapscan::screen::it_carries_the_programs_of_idle_alone",
         IDLE,
     ),
+    (
+        "hostile::memory_that_never_answers_keeps_no_tool_waiting",
+        JAVA,
+    ),
     ("java::", JAVA),
     ("java_names::", JAVA),
     ("lines::calls_inlined_without_end_harm_nobody", ASSEMBLY),
