@@ -25,16 +25,35 @@ const ASSEMBLY: &str = "the workload is in assembly of x86-64";
 const MUSL: &str = "musl for arm64 is not among the workloads";
 const IDLE: &str = "idle memory cannot be determined on arm64";
 const JAVA: &str = "frames of HotSpot are not supported on arm64";
+const JEMALLOC: &str = "Debian's jemalloc has pages of 64 KiB on arm64, and is not walked";
 const OBJECTS: &str = "Python objects are not traced one by one on arm64";
 
 /// Beginnings of the names of tests that cannot run on this architecture, each with the reason.
 pub(crate) const NOT_HERE: &[(&str, &str)] = &[
+    (
+        "heapscan::heap::a_heap_of_jemalloc_in_use_has_a_verdict",
+        JEMALLOC,
+    ),
+    ("heapscan::heap::blocks_of_jemalloc_are_found", JEMALLOC),
+    (
+        "heapscan::heap::blocks_of_jemalloc_under_other_names_are_found",
+        JEMALLOC,
+    ),
     ("heapscan::heap::blocks_of_musl_are_found", MUSL),
+    (
+        "heapscan::heap::blocks_of_two_jemallocs_are_found",
+        JEMALLOC,
+    ),
+    (
+        "heapscan::heap::free_memory_of_jemalloc_is_as_it_says_itself",
+        JEMALLOC,
+    ),
     ("heapscan::idle::", IDLE),
     (
         "heapscan::screen::it_carries_the_programs_of_idle_alone",
         IDLE,
     ),
+    ("heapscan::verdict::blocks_of_jemalloc_are_judged", JEMALLOC),
     (
         "hostile::memory_that_never_answers_keeps_no_tool_waiting",
         JAVA,
