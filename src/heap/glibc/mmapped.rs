@@ -5,9 +5,13 @@ use std::ops::Range;
 
 use crate::heap::image::Image;
 use crate::heap::page_index::PAGE;
+use crate::heap::page_runs;
 
 use super::segments::IS_MMAPPED;
 use super::{Chunk, Library, MMAPPED, State, Walk, word};
+
+/// Largest number of chunks in doubt of which all choices are compared with malloc's counts.
+const MAX_IN_DOUBT: usize = 16;
 
 /// Adds all mmapped chunks to the walk. Their headers are at the starts of mappings. If a chunk is aligned to more
 /// than 16 bytes (memalign), its header is further on, with the distance to the start before the size.
@@ -28,6 +32,7 @@ pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
         },
         inner: inner_headers(image),
     };
+    let mut in_doubt = Vec::new();
     for area in memory {
         let mut from = area.start;
         while let Some(page) = present_page(image, from..area.end) {
@@ -41,6 +46,12 @@ pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
             from = match finder.at(page, limit) {
                 Some((address, size)) => {
                     let end = address + size + finder.outside;
+                    let is_beside = walk.mmapped.last().is_some_and(|last| last.end == page);
+                    if is_beside {
+                        in_doubt.pop_if(|last| *last == walk.mmapped.len() - 1);
+                    } else if page != area.start && end != area.end {
+                        in_doubt.push(walk.mmapped.len());
+                    }
                     walk.chunks.push(Chunk {
                         address,
                         size,
@@ -54,6 +65,41 @@ pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
             };
         }
     }
+    leave_out_imitations(walk, &in_doubt);
+}
+
+/// Leaves out what only looks like a chunk: other memory can have the words of a header at the start of a page, as the
+/// JVM's metaspace has. In doubt are chunks in the middle of a mapping that are not beside another chunk, because the
+/// kernel merges mappings. Those are left out without which the rest is what malloc has counted, if there is a single
+/// such choice.
+fn leave_out_imitations(walk: &mut Walk, in_doubt: &[usize]) {
+    let Some(counts) = walk.counts() else {
+        return;
+    };
+    let found = walk.mmapped.len() as u64;
+    let surplus = page_runs::bytes(&walk.mmapped).wrapping_sub(counts.mmapped);
+    if found <= counts.mmaps || in_doubt.len() > MAX_IN_DOUBT {
+        return;
+    }
+    let chosen = |set: u32| -> Vec<_> {
+        let places = (0..in_doubt.len()).filter(|place| set >> place & 1 == 1);
+        places
+            .map(|place| walk.mmapped[in_doubt[place]].clone())
+            .collect()
+    };
+    let mut choices = (0..1 << in_doubt.len()).filter(|set: &u32| {
+        u64::from(set.count_ones()) == found - counts.mmaps
+            && page_runs::bytes(&chosen(*set)) == surplus
+    });
+    let (Some(set), None) = (choices.next(), choices.next()) else {
+        return;
+    };
+    let imitations = chosen(set);
+    walk.mmapped.retain(|range| !imitations.contains(range));
+    walk.chunks.retain(|chunk| {
+        let is_in = |range: &Range<u64>| range.contains(&chunk.address);
+        chunk.arena != MMAPPED || !imitations.iter().any(is_in)
+    });
 }
 
 /// Returns the first page of a range that is present: only such a page can begin a chunk.

@@ -241,6 +241,16 @@ impl Walk {
         found.ok().map(|at| first + at)
     }
 
+    /// Returns what all libraries have counted; None if that was not found.
+    fn counts(&self) -> Option<Counts> {
+        let counts = self.libraries.iter().filter_map(|library| library.counts);
+        counts.reduce(|sum, counts| Counts {
+            mmaps: sum.mmaps + counts.mmaps,
+            mmapped: sum.mmapped.saturating_add(counts.mmapped),
+            ..sum
+        })
+    }
+
     /// Compares what was found with what the libraries have counted.
     fn check_counts(&mut self, used: &[usize]) {
         let in_use = |place: usize| {
@@ -254,12 +264,7 @@ impl Walk {
         if self.libraries_in_use > 1 {
             return;
         }
-        let counts = self.libraries.iter().filter_map(|library| library.counts);
-        let Some(expected) = counts.reduce(|sum, counts| Counts {
-            mmaps: sum.mmaps + counts.mmaps,
-            mmapped: sum.mmapped.saturating_add(counts.mmapped),
-            ..sum
-        }) else {
+        let Some(expected) = self.counts() else {
             let why =
                 "malloc's own count of mappings was not found (M_MMAP_MAX may have been changed)";
             self.broken.push((why.into(), None));

@@ -152,6 +152,35 @@ fn what_does_not_add_up_is_incomplete() {
     }
 }
 
+/// Other memory may look like an mmapped chunk. What malloc has counted decides, unless two choices fit.
+#[test]
+fn what_only_looks_like_an_mmapped_chunk_is_left_out() {
+    const OTHER: u64 = 0x7c00_0000_0000;
+    let with = |imitations: &[(u64, u64)], mmaps: u64, bytes: u64| {
+        let mut made = heap();
+        made.map(OTHER..OTHER + 0x40000, "rw-p 00000000 00:00 0 ");
+        for (at, size) in imitations {
+            made.put(OTHER + at + 8, size | 2);
+        }
+        made.put(MP - 40, mmaps << 32);
+        made.put(MP - 32, 65_536 | mmaps << 32);
+        made.put(MP - 16, 0x22000 + bytes);
+        made.put(MP - 8, 0x22000 + bytes);
+        let walk = walk(&made.image()).expect("a C library");
+        (walk.coverage() == Coverage::Complete, walk.mmapped)
+    };
+    let known = MAPPED..MAPPED + 0x22000;
+    let (one, other, same) = ((0x3000, 0x4000), (0x9000, 0x5000), (0x10000, 0x4000));
+    assert_eq!(with(&[one], 1, 0), (true, vec![known.clone()]));
+    assert_eq!(with(&[one, other], 1, 0), (true, vec![known.clone()]));
+    let left = OTHER + 0x9000..OTHER + 0xe000;
+    assert_eq!(with(&[one, other], 2, 0x5000), (true, vec![left, known]));
+    assert!(!with(&[one, same], 2, 0x4000).0);
+    // A chunk at the start of a mapping, or two beside each other, are in no doubt.
+    assert!(!with(&[(0, 0x4000)], 1, 0).0);
+    assert!(!with(&[one, (0x7000, 0x5000)], 1, 0).0);
+}
+
 /// Tests that the walk ends whatever a word holds, and that blocks are within what was walked.
 #[test]
 fn a_heap_that_is_damaged_in_any_word_is_walked_to_an_end() {
