@@ -6,6 +6,7 @@ use crate::heap::blocks::{Coverage, Heap};
 use crate::heap::capture::Request;
 use crate::heap::glibc;
 use crate::heap::image::Image;
+use crate::heap::runtimes::Runtime;
 use crate::heap::{jemalloc, mallocng};
 use crate::print::text;
 
@@ -75,6 +76,14 @@ impl Walked {
         Ok(walked)
     }
 
+    /// Returns why no heap was found, if there is none that can be walked.
+    pub fn without_heap(&self) -> Option<&str> {
+        match &self.heap.coverage {
+            Coverage::Unknown { why } if self.heap.blocks().is_empty() => Some(why),
+            _ => None,
+        }
+    }
+
     /// Returns a message if the heap was inconsistent in every image that was taken.
     pub fn inconsistency(&self) -> Option<String> {
         let Coverage::Incomplete { why, address } = &self.heap.coverage else {
@@ -107,8 +116,16 @@ fn why_not_found(image: &Image) -> Coverage {
             address: Some(place),
         };
     }
-    let why =
-        format!("no heap of {KNOWN} was found, and there is no walk of other allocators{INSTEAD}");
+    let why = match Runtime::find(&image.areas) {
+        Some(runtime) => format!(
+            "no heap of {KNOWN} was found; another tool shows {}: {}",
+            runtime.heap(),
+            runtime.tool(image.pid)
+        ),
+        None => format!(
+            "no heap of {KNOWN} was found, and there is no walk of other allocators{INSTEAD}"
+        ),
+    };
     Coverage::Unknown { why }
 }
 
@@ -151,6 +168,7 @@ mod tests {
                 "/lib/libjemalloc.so.1 is no jemalloc of a version",
             ),
             ("/lib/libc.so.6", "there is no walk of other allocators"),
+            ("/lib/jvm/libjvm.so", "another tool shows the JVM's heap"),
         ] {
             let mut made = ImageBuilder::default();
             made.map(0x1000..0x3000, &format!("rw-p 00000000 fe:00 7 {file}"));

@@ -65,12 +65,19 @@ pub(crate) fn run(
     thread::spawn(move || finish.send(watcher.watch()));
 
     let deadline = begin + period.mul_f64(1.0 + LATE);
-    await_end(deadline, &mut children, &end, &finished, poller)?;
+    let is_finished = await_end(deadline, &mut children, &end, &finished, poller)?;
     let mut study = watcher::lock(&shared);
     let Some(study) = study.as_mut() else {
         bail!(too_few(0, process.exited(), process.pid()));
     };
     study.started = children.started();
+    if !is_finished {
+        let unknown = match study.found.lost {
+            Some(_) => "unreachable blocks were not looked for a second time",
+            None => "what references new blocks is unknown",
+        };
+        memtools::message!("the last snapshot was not examined in time: {unknown}");
+    }
     let points = study.points.len();
     if points < MIN_POINTS {
         bail!(too_few(points, process.exited(), process.pid()));
@@ -85,7 +92,7 @@ pub(crate) fn run(
 }
 
 /// Waits until the examination is finished, until the deadline, or until [`GRACE`] is over after a signal or the exit of
-/// the process. Meanwhile looks for processes that this process starts.
+/// the process. Meanwhile looks for processes that this process starts. Returns whether the examination is finished.
 ///
 /// # Errors
 /// If the examination fails.
@@ -95,14 +102,14 @@ fn await_end(
     end: &Sender<End>,
     finished: &Receiver<Result<()>>,
     poller: &mut Poller,
-) -> Result<()> {
+) -> Result<bool> {
     loop {
         let now = Instant::now();
         let wake = poller.wait(Some(deadline.min(now + STEP)))?;
         children.look_if_due();
         match finished.try_recv() {
             Err(TryRecvError::Empty) => {}
-            outcome => return outcome?,
+            outcome => return outcome?.map(|()| true),
         }
         if wake.stop || wake.exited {
             // A watcher that has ended needs no order.
@@ -120,13 +127,8 @@ fn await_end(
     }
     let left = deadline.saturating_duration_since(Instant::now());
     match finished.recv_timeout(left) {
-        Err(mpsc::RecvTimeoutError::Timeout) => {
-            memtools::message!(
-                "the last snapshot was not examined in time: what references new blocks is unknown"
-            );
-            Ok(())
-        }
-        outcome => outcome?,
+        Err(mpsc::RecvTimeoutError::Timeout) => Ok(false),
+        outcome => outcome?.map(|()| true),
     }
 }
 
@@ -148,7 +150,8 @@ struct Study {
     /// CLOCK_MONOTONIC of the first image.
     begin_ns: u64,
     name: ProcessName,
-    allocator: String,
+    /// Name of the allocator, or why there is no heap that can be walked.
+    allocator: Result<String, String>,
     /// Runtime with a heap of its own.
     runtime: Option<Runtime>,
     /// Number of images that are to be taken.
@@ -166,7 +169,7 @@ struct Study {
 /// References to blocks, as found in the last images.
 #[derive(Debug, Default)]
 struct LastReferences {
-    /// Blocks that nothing refers to. None if they are not known.
+    /// Blocks that nothing refers to: in the last image, and then in that and in one more. None if they are not known.
     lost: Option<HashSet<BlockId>>,
     /// Bytes of new blocks that only cycles of CPython's objects hold.
     cycles: u64,

@@ -307,9 +307,14 @@ pub fn judge(evidence: Evidence<'_>) -> Verdict {
     let live = course(|point| point.live);
     let is_level = matches!(live, Course::Falling | Course::Level);
     let is_growing = course(|point| point.resident) == Course::Growing;
+    // Blocks that are all there already are written to for the first time.
+    let is_filled =
+        live != Course::Growing && course(|point| point.of(Part::InUse)) == Course::Growing;
     match cause(points) {
         Some(Part::Free | Part::Arenas) => return Verdict::Fragmentation,
-        Some(part) if is_growing && (is_level || part != Part::InUse) => return Verdict::Elsewhere,
+        Some(part) if is_growing && (is_level || is_filled || part != Part::InUse) => {
+            return Verdict::Elsewhere;
+        }
         _ => {}
     }
     match live {

@@ -31,6 +31,10 @@ const OBJECTS: &str = "Python objects are not traced one by one on arm64";
 /// Beginnings of the names of tests that cannot run on this architecture, each with the reason.
 pub(crate) const NOT_HERE: &[(&str, &str)] = &[
     (
+        "heapscan::growth::programs_of_allocators_are_told_apart",
+        MUSL,
+    ),
+    (
         "heapscan::heap::a_heap_of_jemalloc_in_use_has_a_verdict",
         JEMALLOC,
     ),

@@ -28,8 +28,9 @@ pub(super) struct GrowthRow {
     /// included.
     pauses_us: Vec<u64>,
     snapshots_skipped: u64,
-    allocator: String,
+    allocator: Option<String>,
     coverage: &'static str,
+    coverage_note: Option<String>,
     seconds: f64,
     verdict: &'static str,
     cause: Option<&'static str>,
@@ -153,8 +154,12 @@ fn growth(study: &Study, types: usize, top: usize) -> GrowthRow {
         process: study.name.clone(),
         pauses_us: study.pauses_us.clone(),
         snapshots_skipped: study.left_out,
-        allocator: study.allocator.clone(),
-        coverage: "complete",
+        allocator: study.allocator.clone().ok(),
+        coverage: match study.allocator {
+            Ok(_) => "complete",
+            Err(_) => "unknown",
+        },
+        coverage_note: study.allocator.clone().err(),
         seconds: rounded(points.last().map_or(0.0, |point| point.seconds)),
         verdict: verdict.name(),
         cause: largest.map(Part::name),
@@ -344,13 +349,14 @@ impl Row for GrowthRow {
             self.pauses_us.len(),
             pauses().sum::<f64>()
         )?;
-        let blocks = self.points.last().map_or(0, |point| point.blocks);
-        let blocks = text::count_with_noun(blocks, "block");
-        write!(
-            out,
-            "{}; coverage: {}: {blocks}",
-            self.allocator, self.coverage
-        )?;
+        match (&self.allocator, &self.coverage_note) {
+            (Some(allocator), _) => {
+                let blocks = self.points.last().map_or(0, |point| point.blocks);
+                let blocks = text::count_with_noun(blocks, "block");
+                write!(out, "{allocator}; coverage: {}: {blocks}", self.coverage)?;
+            }
+            (None, why) => write!(out, "{}", why.as_deref().unwrap_or_default())?,
+        }
         match self.snapshots_skipped {
             0 => writeln!(out)?,
             images => writeln!(
@@ -407,6 +413,11 @@ impl GrowthRow {
         }
     }
 
+    /// Whether the memory that grows can be that of an allocator whose heap is not walked.
+    fn may_be_heap(&self) -> bool {
+        self.allocator.is_none() && self.largest == Some(Part::Mapped)
+    }
+
     fn command(&self, options: &str) -> String {
         format!("heapscan -p {} {options}", self.process.pid)
     }
@@ -439,6 +450,8 @@ impl GrowthRow {
                 self.command("--roots")
             }
             (Verdict::Fragmentation, _) => self.command("--layout"),
+            // The memory can be the heap of an allocator without a walk.
+            (Verdict::Elsewhere, _) if self.may_be_heap() => format!("memleak -p {pid}"),
             (Verdict::Elsewhere, _) => format!("faults -p {pid}"),
             (Verdict::ForkServer, _) => format!("memleak -p {pid} --children"),
             (Verdict::WarmUp | Verdict::Burst | Verdict::Steady | Verdict::Undecided, _) => {
@@ -482,6 +495,11 @@ impl GrowthRow {
                 "steady, and starts processes ({} seen), which have their own",
                 text::grouped(self.started_processes)
             ),
+            Verdict::Steady if self.allocator.is_none() => {
+                let resident = &self.resident_bytes;
+                let more = signed(resident.last as f64 - resident.first as f64);
+                format!("steady: {more} resident; if in doubt")
+            }
             Verdict::Steady => match self.replaced_percent {
                 Some(replaced) => format!(
                     "steady: {more} in use; {replaced:.0} % of the blocks at first are others now ({new} are new); if in \
@@ -524,6 +542,9 @@ impl GrowthRow {
                     "{grown} of {}, whose objects another tool shows: {tool}",
                     runtime.heap()
                 )
+            }
+            (Some(Part::Mapped), _) if self.may_be_heap() => {
+                format!("{grown} of private memory, in which the allocator has its blocks")
             }
             (Some(part), _) => format!("{grown} of {}", self.describe(part)),
         };

@@ -25,6 +25,8 @@ pub(super) struct HeapSnapshot {
     pub(super) image: Image,
     pub(super) heap: Heap,
     pub(super) names: Names,
+    /// Why there is no heap that can be walked, if so.
+    pub(super) without_heap: Option<String>,
     /// Bytes of files in memory that the kernel has counted (RssFile).
     file_bytes: u64,
     /// Bytes in memory that are in arenas of glibc but the main one, and in no block.
@@ -39,7 +41,7 @@ impl HeapSnapshot {
     /// middle of malloc most of the time.
     ///
     /// # Errors
-    /// If no image can be taken, or the heap cannot be walked as a whole.
+    /// If no image can be taken, or if there is a heap that cannot be walked as a whole.
     pub(super) fn take(request: &Request) -> Result<Option<Self>> {
         let mut kept = kernel::words(request.process.pid());
         let walked = Walked::take(request)?;
@@ -49,7 +51,10 @@ impl HeapSnapshot {
         if walked.inconsistency().is_some() {
             return Ok(None);
         }
-        verdict::expect_whole(&walked)?;
+        let without_heap = walked.without_heap().map(str::to_owned);
+        if without_heap.is_none() {
+            verdict::expect_whole(&walked)?;
+        }
         let glibc = walked.glibc.as_ref();
         let arenas_free = glibc.map_or(0, |walk| free_in_other_arenas(&walked.image, walk));
         let Walked {
@@ -62,6 +67,7 @@ impl HeapSnapshot {
             image,
             heap,
             names,
+            without_heap,
             file_bytes,
             arenas_free,
         }))
@@ -92,6 +98,8 @@ impl HeapSnapshot {
     fn other_parts(&self, arenas: u64) -> (OtherParts, u64) {
         let image = &self.image;
         let runtime = Runtime::find(&image.areas);
+        // Go has the stacks of goroutines in its heap.
+        let has_goroutines = runtime == Some(Runtime::Go);
         let threads = image.threads.iter();
         let stacks: HashSet<u64> = threads
             .filter_map(|thread| Some(image.area(thread.stack_pointer)?.mapping.range.start))
@@ -115,7 +123,8 @@ impl HeapSnapshot {
             let part = if area.shared {
                 shared_files += if area.is_in_memory() { 0 } else { bytes };
                 &mut parts.shared
-            } else if stacks.contains(&range.start) || area.name() == b"[stack]" {
+            } else if stacks.contains(&range.start) && !has_goroutines || area.name() == b"[stack]"
+            {
                 &mut parts.stacks
             } else if area.has_file() {
                 &mut parts.files

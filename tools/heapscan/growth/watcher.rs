@@ -118,11 +118,18 @@ impl Watcher {
                 "the heap of process {pid} is inconsistent in each of 3 snapshots; --layout shows where"
             );
         };
-        let allocator = look.heap.allocators.first();
+        let allocator = match &look.without_heap {
+            Some(why) => Err(why.clone()),
+            None => Ok(look
+                .heap
+                .allocators
+                .first()
+                .map_or(String::new(), |one| one.name.clone())),
+        };
         let mut study = Study {
             begin_ns: look.image.copied_ns,
             name: verdict::process_name(&look.image, cgroup_info, self.container),
-            allocator: allocator.map_or(String::new(), |allocator| allocator.name.clone()),
+            allocator,
             runtime: Runtime::find(&look.image.areas),
             planned: 0,
             pauses_us: Vec::new(),
@@ -180,9 +187,10 @@ impl Watcher {
     }
 
     /// Takes the last image, and finds what refers to the blocks in it. Blocks count as lost only if they are lost in
-    /// one more image, too.
+    /// one more image, too, unless the time is over before. Without a heap, there are no blocks.
     fn look_at_last(&self) -> Result<()> {
-        let Some(mut look) = self.look()? else {
+        let look = self.look()?;
+        let Some(mut look) = look.filter(|look| look.without_heap.is_none()) else {
             return Ok(());
         };
         let reach = look.reach()?;
@@ -197,6 +205,7 @@ impl Watcher {
         let lost = snapshot::lost(&look, &reach);
         // The first copy is freed before the second one is taken.
         drop((look, reach));
+        self.update(|study| study.found.lost.clone_from(&lost))?;
         let lost = match lost {
             Some(lost) if !lost.is_empty() => self.still_lost(&lost)?,
             none_or_unknown => none_or_unknown,
