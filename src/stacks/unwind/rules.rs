@@ -51,12 +51,20 @@ impl Rules {
         Self::read(file)
     }
 
-    /// Reads the rules in an ELF image that is in memory, such as the vdso.
+    /// Reads the rules in an ELF image that is in memory, such as the vdso. Where the vdso has no unwind information, its
+    /// functions without a frame have rules all the same.
     ///
     /// # Errors
     /// If the image is no ELF image, or its unwind information is malformed.
     pub fn of_image(image: &[u8]) -> Result<Self> {
-        Self::read(&image)
+        let mut rules = Self::read(&image)?;
+        if rules.rows.is_empty() {
+            let file = Elf::read(&image)?.require_64_bit()?;
+            for (function, rule) in arch::functions_without_frame(&file)? {
+                add_function(&mut rules.rows, function, rule);
+            }
+        }
+        Ok(rules)
     }
 
     fn read(source: &dyn Source) -> Result<Self> {

@@ -1,11 +1,15 @@
 //! What a row has of the registers of x86-64. The return address is in the word below the CFA, where the call has
 //! pushed it.
 
+use std::ops::Range;
+
+use anyhow::Result;
 use gimli::{CfaRule, RegisterRule};
 
 use super::Fde;
 use super::builder::{Builder, KEPT, Steps, short_words, word};
 use crate::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+use crate::code::elf_file::Elf;
 use crate::code::frame_at_call::FrameAtCall;
 use crate::code::registers::FRAME_POINTER;
 
@@ -62,4 +66,9 @@ pub(super) fn rule_at_call(frame: FrameAtCall) -> u32 {
         false => KEPT,
     };
     word(Kind::UNWIND_BY_SP, frame.words, Some(fp))
+}
+
+/// Returns the rules for functions of the vdso that have no frame: none, as the vdso has unwind information.
+pub(super) fn functions_without_frame(_vdso: &Elf<'_>) -> Result<Vec<(Range<u64>, u32)>> {
+    Ok(Vec::new())
 }
