@@ -5,8 +5,19 @@
  */
 #include "workload.h"
 
+/* A function that keeps a frame pointer, and calls its second argument with its first one. */
+#ifdef __aarch64__
+static const unsigned int code[] = {
+	0xa9bf7bfd, /* stp x29, x30, [sp, #-16]! */
+	0x910003fd, /* mov x29, sp */
+	0xd63f0020, /* blr x1 */
+	0xa8c17bfd, /* ldp x29, x30, [sp], #16 */
+	0xd65f03c0, /* ret */
+};
+#else
 /* push %rbp; mov %rsp,%rbp; call *%rsi; pop %rbp; ret */
 static const unsigned char code[] = { 0x55, 0x48, 0x89, 0xe5, 0xff, 0xd6, 0x5d, 0xc3 };
+#endif
 
 int main(int argc, char **argv)
 {
@@ -23,6 +34,7 @@ int main(int argc, char **argv)
 	if (at == MAP_FAILED)
 		die("cannot map memory for code: %s", strerror(errno));
 	memcpy(at, code, sizeof(code));
+	__builtin___clear_cache(at, (char *)at + sizeof(code));
 	compiled = (void *(*)(size_t, void *(*)(size_t)))at;
 	snprintf(path, sizeof(path), "/tmp/perf-%d.map", getpid());
 	map = fopen(path, "w");
