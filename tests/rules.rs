@@ -41,7 +41,7 @@ struct Row {
 fn row(row: u64) -> Row {
     Row {
         kind: Kind((row & 0xf) as u32),
-        offset: i64::from(row as i32 >> Layout::UNWIND_CFA_SHIFT.0) * 8,
+        offset: i64::from(row as u32 >> Layout::UNWIND_CFA_SHIFT.0) * 8,
         fp: (row >> Layout::UNWIND_FP_SHIFT.0 & 3) as u32,
         fp_offset: i64::from((row >> Layout::UNWIND_FP_OFFSET_SHIFT.0) as i8) * 8,
     }
@@ -95,7 +95,7 @@ fn agrees(row: &Row, columns: &[&str], fields: &[&str], is_signal: bool) -> bool
             _ => row.fp == FramePointer::UNWIND_FP_FORGOTTEN.0,
         },
     };
-    // A row of the kind UNWIND_STRANGE may have an offset that no row can hold: frames of 1 MiB and more.
+    // A row of the kind UNWIND_STRANGE may have an offset that no row can hold: frames of 2 MiB and more.
     row.kind == Kind::UNWIND_STRANGE || (cfa_agrees && fp_agrees)
 }
 

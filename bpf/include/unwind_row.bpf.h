@@ -15,7 +15,7 @@
  *	enum unwind_kind, 4 bits
  *	enum unwind_frame_pointer
  *	offset of the saved frame pointer in words, 8 bits; of UNWIND_BY_REGISTER, the register
- *	offset of CFA in words, up to bit 31
+ *	offset of CFA in words, without a sign, up to bit 31
  *	the byte of the file from which the rule is valid; in a row that was looked up, the number
  *	of the file: bits 63:32
  */
@@ -69,7 +69,7 @@ static __always_inline long row_fp_offset(__u64 row)
 /* Returns the offset of the CFA, in words; of UNWIND_PLT, a byte of the entry. */
 static __always_inline long row_cfa_offset(__u64 row)
 {
-	return (__s32)row >> UNWIND_CFA_SHIFT;
+	return (__u32)row >> UNWIND_CFA_SHIFT;
 }
 
 /* Returns the DWARF number of the register, for UNWIND_BY_REGISTER. */

@@ -191,11 +191,12 @@ pub(super) fn short_words(bytes: i64) -> Option<i8> {
     i8::try_from(words(bytes)?).ok()
 }
 
-/// Converts the offset of a CFA to words. Returns None if a row cannot hold it: beyond 1 MiB.
+/// Converts the offset of a CFA to words. Returns None if a row cannot hold it: below zero, or from 2 MiB (x86-64) or 1
+/// MiB (arm64) on.
 fn cfa_words(bytes: i64) -> Option<i32> {
-    let words = i32::try_from(words(bytes)?).ok()?;
-    let fits = words << Layout::UNWIND_CFA_SHIFT.0 >> Layout::UNWIND_CFA_SHIFT.0 == words;
-    fits.then_some(words)
+    let words = u32::try_from(words(bytes)?).ok()?;
+    let fits = words <= u32::MAX >> Layout::UNWIND_CFA_SHIFT.0;
+    fits.then_some(words.cast_signed())
 }
 
 /// Encodes a row without its address.
@@ -205,4 +206,22 @@ pub(super) fn word(kind: Kind, offset: i32, fp: Option<(FramePointer, i8)>) -> u
         | u32::from(fp_offset.cast_unsigned()) << Layout::UNWIND_FP_OFFSET_SHIFT.0
         | fp.0 << Layout::UNWIND_FP_SHIFT.0
         | kind.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_holds_frames_up_to_its_last_bit() {
+        let most = u32::MAX >> Layout::UNWIND_CFA_SHIFT.0;
+        for words in [0, 1, most / 2 + 1, most] {
+            let offset = cfa_words(i64::from(words) * 8).expect("it fits");
+            let row = word(Kind::UNWIND_BY_SP, offset, None);
+            assert_eq!(row >> Layout::UNWIND_CFA_SHIFT.0, words);
+        }
+        for bytes in [-8, 4, (i64::from(most) + 1) * 8, i64::MAX & !7] {
+            assert_eq!(cfa_words(bytes), None, "{bytes}");
+        }
+    }
 }
