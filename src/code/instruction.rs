@@ -5,8 +5,7 @@ use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result};
 
-pub(crate) use crate::code::arch::instruction::BREAKPOINT;
-use crate::code::arch::instruction::LONGEST;
+pub(crate) use crate::code::arch::instruction::{BREAKPOINT, CODE_BYTES};
 pub use crate::code::arch::instruction::{Code, is_valid};
 
 /// Reads the bytes at this offset of a file.
@@ -14,7 +13,7 @@ pub use crate::code::arch::instruction::{Code, is_valid};
 /// # Errors
 /// If the file ends before this offset.
 pub fn code_at(file: &File, offset: u64) -> Result<Code> {
-    let mut code = [0; LONGEST];
+    let mut code = [0; CODE_BYTES];
     let length = file.read_at(&mut code, offset).context("failed to read")?;
     (length > 0)
         .then_some(code)
@@ -32,7 +31,7 @@ mod tests {
         let end = file.metadata().expect("a size").len();
         assert_eq!(
             code_at(&file, end - 1).expect("a byte")[1..],
-            [0; LONGEST - 1]
+            [0; CODE_BYTES - 1]
         );
         assert!(code_at(&file, end).is_err());
         assert!(code_at(&file, u64::MAX).is_err());

@@ -90,10 +90,17 @@ fn breakpoints<'a>(bytes: &'a [u8], code: &'a [Code]) -> impl Iterator<Item = (u
         // The instructions behind it can be probed as well.
         let is_probed = |from: &[u8]| code.iter().any(|other| other.starts_with(from));
         let is_of = |code: &&Code| {
-            let is_as_copied = |at: usize| {
-                copy[at] == code[at] || copy[at..].starts_with(BREAKPOINT) && is_probed(&code[at..])
-            };
-            (BREAKPOINT.len()..code.len()).all(is_as_copied)
+            let mut at = BREAKPOINT.len();
+            while at < code.len() {
+                if copy[at..].starts_with(BREAKPOINT) && is_probed(&code[at..]) {
+                    at += BREAKPOINT.len();
+                } else if copy[at] == code[at] {
+                    at += 1;
+                } else {
+                    return false;
+                }
+            }
+            true
         };
         let code = code.iter().find(is_of)?;
         let original = &code[..BREAKPOINT.len()];
@@ -130,20 +137,24 @@ fn memory_files(pid: u32) -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::code::instruction::CODE_BYTES;
 
     #[test]
     fn breakpoints_are_recognized_by_what_follows_them() {
-        let code: [Code; 2] = [
-            [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
-            [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18],
-        ];
-        let mut copy: Vec<u8> = (0..=30).collect();
-        copy[1] = 0xcc;
-        copy[4] = 0xcc;
+        const PLACES: [usize; 2] = [4, 8];
+        let original: Vec<u8> = (0..=40).collect();
+        let code =
+            PLACES.map(|place| *original[place..].first_chunk::<CODE_BYTES>().expect("code"));
+        let mut copy = original.clone();
+        for place in PLACES {
+            copy[place..][..instruction::BREAKPOINT.len()]
+                .copy_from_slice(&instruction::BREAKPOINT);
+        }
         // Padding.
-        copy.extend([0xcc; 20]);
+        copy.extend(instruction::BREAKPOINT.repeat(20));
         let found: Vec<_> = breakpoints(&copy, &code).collect();
-        assert_eq!(found, [(1, &[1][..]), (4, &[4][..])]);
+        let replaced = |place: usize| &original[place..][..instruction::BREAKPOINT.len()];
+        assert_eq!(found, PLACES.map(|place| (place, replaced(place))));
     }
 
     #[test]

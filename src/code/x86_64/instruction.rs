@@ -3,10 +3,13 @@
 use iced_x86::{Decoder, DecoderOptions};
 
 /// Bytes of the longest instruction of x86-64.
-pub(crate) const LONGEST: usize = 15;
+pub(super) const LONGEST: usize = 15;
+
+/// Bytes that are kept of the code at a place.
+pub(crate) const CODE_BYTES: usize = LONGEST;
 
 /// Bytes of a file from an offset on, enough for one instruction; zero behind the file's end.
-pub type Code = [u8; LONGEST];
+pub type Code = [u8; CODE_BYTES];
 
 /// Instruction that a uprobe writes over the first byte of the probed one (int3).
 pub(crate) const BREAKPOINT: [u8; 1] = [0xcc];
