@@ -178,7 +178,7 @@ mod tests {
         ] {
             assert!(waits(call, 0), "{call}");
         }
-        for call in [libc::SYS_read, libc::SYS_epoll_wait, libc::SYS_nanosleep] {
+        for call in [libc::SYS_read, libc::SYS_epoll_pwait, libc::SYS_nanosleep] {
             assert!(!waits(call, DATA), "{call}");
         }
         // A lock of jemalloc's own, and one of the program's.
