@@ -123,10 +123,8 @@ fn user_and_kernel_are_told_apart() -> Result<()> {
         .args(["--kernel-mode", "-Ka", "-c", dd])
         .stdin(Stdio::null());
     let ended = Tool::spawn(&mut command)?.wait()?;
-    let zeroing = ended
-        .stdout
-        .lines()
-        .filter(|line| line.contains("read_zero_[k]") || line.contains("read_iter_zero_[k]"));
+    let zeroes = |line: &&str| harness::arch::ZEROES.iter().any(|part| line.contains(part));
+    let zeroing = ended.stdout.lines().filter(zeroes);
     let faults: u64 = zeroing
         .filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok())
         .sum();

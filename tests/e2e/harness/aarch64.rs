@@ -21,6 +21,10 @@ pub(crate) const HOLDING_REGISTER: &str = "x19";
 /// Names of the flags of mmap(2) that the workload `mmap locked` adds.
 pub(crate) const LOCKED: &[&str] = &["LOCKED"];
 
+/// Parts of the folded kernel stack of a fault in a read of /dev/zero. The kernel's unwinder leaves out the caller of the
+/// function that has faulted.
+pub(crate) const ZEROES: &[&str] = &["vfs_read_[k];__arch_clear_user_[k]"];
+
 const ASSEMBLY: &str = "the workload is in assembly of x86-64";
 const MUSL: &str = "musl for arm64 is not among the workloads";
 const IDLE: &str = "idle memory cannot be determined on arm64";

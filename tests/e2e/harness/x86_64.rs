@@ -21,5 +21,8 @@ pub(crate) const HOLDING_REGISTER: &str = "r12";
 /// Names of the flags of mmap(2) that the workload `mmap locked` adds.
 pub(crate) const LOCKED: &[&str] = &["LOCKED", "32BIT"];
 
+/// Parts of the folded kernel stack of a fault in a read of /dev/zero.
+pub(crate) const ZEROES: &[&str] = &["read_zero_[k]", "read_iter_zero_[k]"];
+
 /// Beginnings of the names of tests that cannot run on this architecture, each with the reason.
 pub(crate) const NOT_HERE: &[(&str, &str)] = &[];
