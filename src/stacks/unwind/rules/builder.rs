@@ -191,8 +191,8 @@ pub(super) fn short_words(bytes: i64) -> Option<i8> {
     i8::try_from(words(bytes)?).ok()
 }
 
-/// Converts the offset of a CFA to words. Returns None if a row cannot hold it: below zero, or from 2 MiB (x86-64) or 1
-/// MiB (arm64) on.
+/// Converts the offset of a CFA to words. Returns None if a row cannot hold it: below zero, or of more words than fit
+/// into the bits from `UNWIND_CFA_SHIFT` on.
 fn cfa_words(bytes: i64) -> Option<i32> {
     let words = u32::try_from(words(bytes)?).ok()?;
     let fits = words <= u32::MAX >> Layout::UNWIND_CFA_SHIFT.0;
