@@ -16,7 +16,7 @@ const WORKING: f64 = 0.5;
 const JITTER: f64 = 0.4;
 /// Fractional part of the golden ratio. The fractional parts of its multiples are spread evenly.
 const GOLDEN: f64 = 0.618_034;
-/// Duration of the work on the last image, in looks: what refers to its blocks is found, and both is done again. Half of
+/// Duration of the work on the last image, in looks: what refers to its blocks is found, and both are done again. Half of
 /// it is a reserve, because others want the CPUs more at some times than at others.
 const LAST: u32 = 6;
 /// Maximum part of the time that is kept for that.
