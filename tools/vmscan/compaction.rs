@@ -15,6 +15,7 @@ use memtools::print::timeline::TimelineEntry;
 use memtools::process::container::{self, CgroupInfo, CgroupResolver};
 use memtools::process::filter::Filter;
 use memtools::process::origin::Origin;
+use memtools::run::cli::CommonArgs;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Poller;
 use memtools::run::protect;
@@ -25,7 +26,7 @@ use serde::Serialize;
 
 use crate::attach::Tracing;
 use crate::bpf::types::{compact_result as Status, compaction, fragmentation};
-use crate::plan::{CompactionPlan, Schedule};
+use crate::plan::CompactionPlan;
 
 /// Value of the BPF program for a missing fragmentation index.
 const FRAGMENTATION_UNKNOWN: i32 = fragmentation::FRAGMENTATION_UNKNOWN.0.cast_signed();
@@ -33,7 +34,7 @@ const FRAGMENTATION_UNKNOWN: i32 = fragmentation::FRAGMENTATION_UNKNOWN.0.cast_s
 /// Prints compactions as they end, in the columns of BCC's compactsnoop.
 pub(crate) fn trace(
     plan: &CompactionPlan,
-    schedule: Schedule,
+    common: &CommonArgs,
     filter: &Filter,
     tracing: Tracing,
     poller: Poller<'_>,
@@ -57,7 +58,7 @@ pub(crate) fn trace(
     let names = header(plan.extended, plan.container);
     printer.output.header(&names)?;
     printer.output.flush()?;
-    events.follow(poller, schedule.deadline(), links, |events| {
+    events.follow(poller, common.deadline(), links, |events| {
         printer.print(events)
     })?;
     Losses::report(skel.object(), filter, &mut printer.output)?;

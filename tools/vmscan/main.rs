@@ -34,7 +34,7 @@ use crate::args::Args;
 use crate::attach::{Attached, Counting};
 use crate::counts::CountReports;
 use crate::intervals::Intervals;
-use crate::plan::{Mode, Plan, ReclaimPlan, Schedule};
+use crate::plan::{Mode, Plan, ReclaimPlan};
 
 memtools::skeleton!(
     "vmscan",
@@ -77,10 +77,9 @@ fn run(args: Args) -> Result<ExitCode> {
             let tracing = attach::start_tracing_compaction(compactions, target.filter(), verbose)?;
             target.release()?;
             target.watch_exit(&mut poller);
-            let schedule = plan.schedule;
             compaction::trace(
                 compactions,
-                schedule,
+                &plan.common,
                 target.filter(),
                 tracing,
                 poller,
@@ -117,16 +116,11 @@ fn watch(
     memtools::message!("tracing page reclaim, Ctrl-C to end");
     output.header(&reclaim.columns.header())?;
     output.flush()?;
-    each_interval(
-        plan.schedule,
-        &mut poller,
-        Some(Duration::from_secs(1)),
-        || {
-            intervals.print_next(&mut output)?;
-            intervals.record_metrics(&mut metrics);
-            losses::write_metrics(skel.object(), filter, &mut metrics)
-        },
-    )?;
+    each_interval(plan, &mut poller, Some(Duration::from_secs(1)), || {
+        intervals.print_next(&mut output)?;
+        intervals.record_metrics(&mut metrics);
+        losses::write_metrics(skel.object(), filter, &mut metrics)
+    })?;
     memtools::bpf::attach::detach(links);
     intervals.print_last(&mut output)?;
     intervals.record_metrics(&mut metrics);
@@ -157,9 +151,7 @@ fn count(
     protect::protect_from_oom();
     privileges::keep_reporting(&plan.target)?;
     memtools::message!("tracing {} tracepoints, Ctrl-C to end", tracepoints.len());
-    let at_the_end = each_interval(plan.schedule, &mut poller, None, || {
-        reports.print(&mut output)
-    })?;
+    let at_the_end = each_interval(plan, &mut poller, None, || reports.print(&mut output))?;
     if at_the_end {
         reports.print(&mut output)?;
     }
@@ -170,13 +162,18 @@ fn count(
 
 /// Calls `report` at each interval until the run ends. Returns whether it ended between two intervals.
 fn each_interval(
-    schedule: Schedule,
+    plan: &Plan,
     poller: &mut Poller<'_>,
     default: Option<Duration>,
     mut report: impl FnMut() -> Result<()>,
 ) -> Result<bool> {
-    let interval = schedule.interval.or(default);
-    let mut reports = Reports::start(poller, interval, schedule.count, schedule.deadline())?;
+    let interval = plan.schedule.interval.or(default);
+    let mut reports = Reports::start(
+        poller,
+        interval,
+        plan.schedule.count,
+        plan.common.deadline(),
+    )?;
     loop {
         let (wake, due) = reports.wait(poller)?;
         if wake.tick || wake.report {

@@ -1,6 +1,6 @@
 //! Plans: what vmscan is to do. [`Plan::of`] resolves the options once; other modules take the settings that they need.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use memtools::export::format::FileFormat;
 use memtools::parse::UsageError;
@@ -33,21 +33,13 @@ pub(crate) enum Mode {
     Counts,
 }
 
-/// When reports are made, and when the run ends.
+/// When reports are made.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Schedule {
     /// Time between reports. None: the mode's default.
     pub(crate) interval: Option<Duration>,
     /// Number of reports. None: no limit.
     pub(crate) count: Option<u64>,
-    duration: Option<Duration>,
-}
-
-impl Schedule {
-    /// Time at which the run ends, if it begins now. None: it ends when it is interrupted.
-    pub(crate) fn deadline(self) -> Option<Instant> {
-        Instant::now().checked_add(self.duration?)
-    }
 }
 
 /// Rows of reclaim.
@@ -127,7 +119,6 @@ impl Plan {
             schedule: Schedule {
                 interval: args.interval,
                 count: args.count,
-                duration: args.common.duration,
             },
             target: args.target,
             common: args.common,
