@@ -58,7 +58,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .metrics(&totals::METRICS, &plan.target.to_string())?;
     let (mut poller, output) = plan.common.start()?;
     let mut target = Target::resolve(&plan.target, TaskKind::All)?;
-    target::warn_if_interval_is_pid(plan.schedule.interval, &plan.target.filter.pid);
+    target::warn_if_interval_is_pid(plan.interval, &plan.target.filter.pid);
     match &plan.mode {
         Mode::Reclaim(reclaim) => {
             let attached = attach::start(reclaim, target.filter(), verbose)?;
@@ -143,11 +143,7 @@ fn count(
         links,
         tracepoints,
     } = counting;
-    let mut reports = CountReports::new(
-        &skel.maps.counts,
-        &tracepoints,
-        plan.schedule.interval.is_some(),
-    );
+    let mut reports = CountReports::new(&skel.maps.counts, &tracepoints, plan.interval.is_some());
     protect::protect_from_oom();
     privileges::keep_reporting(&plan.target)?;
     memtools::message!("tracing {} tracepoints, Ctrl-C to end", tracepoints.len());
@@ -167,13 +163,8 @@ fn each_interval(
     default: Option<Duration>,
     mut report: impl FnMut() -> Result<()>,
 ) -> Result<bool> {
-    let interval = plan.schedule.interval.or(default);
-    let mut reports = Reports::start(
-        poller,
-        interval,
-        plan.schedule.count,
-        plan.common.deadline(),
-    )?;
+    let interval = plan.interval.or(default);
+    let mut reports = Reports::start(poller, interval, plan.count, plan.common.deadline())?;
     loop {
         let (wake, due) = reports.wait(poller)?;
         if wake.tick || wake.report {

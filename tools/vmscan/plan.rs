@@ -18,7 +18,10 @@ const TERMINAL_HEADER_EVERY: u64 = 20;
 pub(crate) struct Plan {
     pub(crate) target: TargetArgs,
     pub(crate) common: CommonArgs,
-    pub(crate) schedule: Schedule,
+    /// Time between reports. None: the mode's default.
+    pub(crate) interval: Option<Duration>,
+    /// Number of reports. None: no limit.
+    pub(crate) count: Option<u64>,
     pub(crate) mode: Mode,
 }
 
@@ -31,15 +34,6 @@ pub(crate) enum Mode {
     Compactions(CompactionPlan),
     /// Print the hits of each tracepoint.
     Counts,
-}
-
-/// When reports are made.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Schedule {
-    /// Time between reports. None: the mode's default.
-    pub(crate) interval: Option<Duration>,
-    /// Number of reports. None: no limit.
-    pub(crate) count: Option<u64>,
 }
 
 /// Rows of reclaim.
@@ -116,10 +110,8 @@ impl Plan {
             })
         };
         Ok(Self {
-            schedule: Schedule {
-                interval: args.interval,
-                count: args.count,
-            },
+            interval: args.interval,
+            count: args.count,
             target: args.target,
             common: args.common,
             mode,
