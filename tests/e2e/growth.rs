@@ -80,7 +80,11 @@ pub(crate) fn tests() -> Vec<Trial> {
 fn watch(label: &str, seed: u64, seconds: u64, args: &[&str]) -> Result<(Workload, Tool)> {
     let milliseconds = (1000 * seconds).to_string();
     let program = [label, &milliseconds, &seed.to_string()];
-    let mut workload = Workload::start("growth", &program)?;
+    monitor(Workload::start("growth", &program)?, seconds, args)
+}
+
+/// Starts heapscan on a program that waits, and then lets the program work, as [`watch`] does.
+fn monitor(mut workload: Workload, seconds: u64, args: &[&str]) -> Result<(Workload, Tool)> {
     let (pid, seconds) = (workload.pid(), seconds.to_string());
     let own = ["-p", &pid, "--growth", &seconds, "--max-pause", "60000"];
     let mut tool = Tool::start("heapscan", &[&own[..], args].concat())?;
@@ -146,12 +150,8 @@ fn labelled_programs_are_told_apart() -> Result<()> {
 fn expect_verdicts(programs: Vec<(Command, &str)>) -> Result<()> {
     let mut watched = Vec::new();
     for (mut command, expected) in programs {
-        let mut workload = Workload::spawn(&mut command)?;
-        let (pid, seconds) = (workload.pid(), SECONDS.to_string());
-        let args = ["-jp", &pid, "--growth", &seconds, "--max-pause", "60000"];
-        let mut tool = Tool::start("heapscan", &args)?;
-        tool.wait_for_stderr("is monitored for")?;
-        workload.go()?;
+        let workload = Workload::spawn(&mut command)?;
+        let (workload, tool) = monitor(workload, SECONDS, &["-j"])?;
         watched.push((command, expected, workload, tool));
     }
     let mut wrong = Vec::new();
